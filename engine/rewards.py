@@ -163,7 +163,6 @@ class ModelJudge:
         return (yield from self._ask(texts))
 
     def keep(self, responses: Sequence[Sequence[int]]) -> None:
-        """See `Judge.keep`."""
         if self.tree is not None:
             texts = [self._ids.get(tuple(tokens)) or self.script.whole(tokens) for tokens in responses]
             self._keep([self.tree.descend(ids[self.tree.prompt_length :]) for ids in texts])

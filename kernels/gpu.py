@@ -140,7 +140,6 @@ class _Threads(ThreadPoolExecutor):
         self.made: list[Future] = []
 
     def submit(self, fn: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Future:  # pyright: ignore
-        """See `Executor`."""
         self.made.append(future := super().submit(self._built, fn, *args, **kwargs))
         return future
 

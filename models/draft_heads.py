@@ -227,7 +227,6 @@ class Eagle3(DraftHead):
         registers["read"] = torch.cat([self.embedding_norm(embedded_TE, registers.impl), normed_TE], 1)
 
     def logits(self, hidden_NE: Tensor, impl: str = "torch") -> Tensor:
-        """See `DraftHead`."""
         return self.head(hidden_NE if self.output_normed else self.norm(hidden_NE, impl))
 
 

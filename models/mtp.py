@@ -72,11 +72,9 @@ class MTP(DraftHead):
         self.embedding, self._logits = target.embedding, target.logits
 
     def taken(self, rows: Tensor) -> Tensor:
-        """See `DraftHead`."""
         return rows.to(self.dtype, copy=True)
 
     def logits(self, hidden_NE: Tensor, impl: str = "torch") -> Tensor:
-        """See `DraftHead`."""
         return self._logits(hidden_NE)
 
     def _enter(self, embedded_TE: Tensor, registers: Registers) -> None:

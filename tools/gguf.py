@@ -22,7 +22,7 @@ from models.checkpoint.tensor_files import write_tensors
 from models.gguf.reader import FETCH_AGAIN
 from models.gguf.tensors import Stored
 from models.names import HEAD
-from models.quantized.own import Grouping, Own, fields_of_byte
+from models.quantized.own import Grouping, config_of, fields_of_byte
 
 PIECE = 1 << 21  # elements that are converted at a time
 
@@ -65,7 +65,7 @@ def convert(path: Path, folder: Path) -> dict[str, Any]:
         tables = [module for module, of in quantized.items() if source.quantization.scheme(module, "") is scheme]
         quantized[HEAD] = quantized[tables[0]]
     if quantized:
-        config["quantization_config"] = Own.config(quantized)
+        config["quantization_config"] = config_of(quantized)
     write_files(source, config, folder)
     shapes = {name: torch.empty(t.shape, dtype=t.dtype, device="meta") for name, t in targets.items()}
     with (folder / WEIGHTS).open("wb") as out:

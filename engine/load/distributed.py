@@ -113,7 +113,6 @@ class Processes(Shard):
         return summed.to(x.dtype)
 
     def gather(self, x: Tensor) -> Tensor:
-        """See `Shard`."""
         x = x.contiguous()
         parts = [torch.empty_like(x) for _ in range(self.size)]
         self._run(self._dist.all_gather, parts, x)

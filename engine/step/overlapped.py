@@ -180,7 +180,6 @@ class Overlapped(Driver):
             batch.runner.overlap.note(host, batch.launched.seconds, len(batch.shares))
 
     def close(self) -> None:
-        """See `Driver.close`."""
         self.under_way.clear()
         super().close()
 

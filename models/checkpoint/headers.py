@@ -46,7 +46,7 @@ from models.formats.packed import PANELS, PREFIXES, Packing
 from models.gguf.architectures import read_config
 from models.gguf.cached_vocabulary import open_gguf
 from models.gguf.reader import GGUF
-from models.gguf.tensors import BlockQuantization, BlockReader, Stored, quantization_of, tensors_of
+from models.gguf.tensors import BlockReader, Stored, quantization_of, tensors_of
 from models.gguf.vocabulary import FileVocabulary
 from models.quantized import quantization
 from models.quantized.bitnet import TernaryModules
@@ -54,13 +54,13 @@ from models.quantized.compressed import Compressed
 from models.quantized.gemma import CODES_OF_ROWS, MobileGemma
 from models.quantized.hqq import HQQ
 from models.quantized.mlx import MLX
-from models.quantized.own import Own
 from models.quantized.parts import (
     CACHE_SCALES,
     EMBEDDING,
     LINEAR,
     TRANSPOSED,
     UNREAD,
+    ModuleSchemes,
     Part,
     Quantization,
     Scheme,
@@ -71,7 +71,7 @@ from models.quantized.torchao import TorchAO
 # Suffixes of tensors that may hold a weight's codes.
 STORED = ("weight", "qweight", "weight_packed", "_weight_qdata", "W_q", "weight._data", "weight._data._data",
           CODES_OF_ROWS)  # fmt: skip
-WITH_EMBEDDINGS = (BlockQuantization, Compressed, MLX, MobileGemma, Own, TorchAO)  # methods that quantise them
+WITH_EMBEDDINGS = (Compressed, MLX, MobileGemma, ModuleSchemes, TorchAO)  # methods that quantise them
 
 
 @dataclass(frozen=True)

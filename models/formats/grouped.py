@@ -199,11 +199,9 @@ class GroupedLinear(PackedLinear):
 
     @property
     def rounds(self) -> bool:
-        """See `PackedLinear`."""
         return super().rounds or any(weight.levels for weight in self.weights)
 
     def round_rows(self) -> None:
-        """See `PackedLinear`."""
         super().round_rows()
         self.weights = [replace(w, levels=LEVELS) if w.kind in ROUNDED_KINDS else w for w in self.weights]
 

@@ -60,22 +60,19 @@ class NewVocabulary(FileVocabulary):
         self._tokenizer: dict[str, Any] | None = None
 
     def config(self) -> dict[str, Any]:
-        """See `FileVocabulary`."""
         self._config = super().config()
         return self._config
 
     def model(self) -> bytes:
-        """See `FileVocabulary`."""
         self._model = super().model()
         return self._model
 
     def tokenizer(self) -> dict[str, Any]:
-        """See `FileVocabulary`."""
         self._tokenizer = super().tokenizer()
         return self._tokenizer
 
     def checked_merges(self) -> list[tuple[str, str]]:
-        """See `FileVocabulary`; the library refused the merges of `tokenizer`, which is therefore not cached."""
+        """The library refused the merges of `tokenizer`, which is therefore not cached."""
         self._tokenizer = None
         return super().checked_merges()
 
@@ -125,29 +122,23 @@ class CachedVocabulary(FileVocabulary):
         self.file, self.ids, self._found = file, found.facts["ids"], found
 
     def ends(self) -> list[int]:
-        """See `FileVocabulary`."""
         return self._found.facts["ends"]
 
     def config(self) -> dict[str, Any]:
-        """See `FileVocabulary`."""
         return self._found.facts["config"]
 
     @cached_property
     def has_scores(self) -> bool:
-        """See `FileVocabulary`."""
         return "tokenizer" not in self._found.facts
 
     def model(self) -> bytes:
-        """See `FileVocabulary`."""
         return bytes(self._found.sections[0])
 
     @cached_property
     def pieces(self) -> ModelPieces:
-        """See `FileVocabulary`."""
         return ModelPieces(_texts(self._found.sections[1]), [*self._found.sections[2]])
 
     def tokenizer(self) -> dict[str, Any]:
-        """See `FileVocabulary`."""
         spec: Mapping[str, Any] = self._found.facts["tokenizer"]
         ids, *texts = self._found.sections
         tokens, lefts, rights = map(_texts, texts)

@@ -29,7 +29,7 @@ from models.gguf.rotary import FACTORS
 from models.gguf.scans import SCAN, joined, vector
 from models.gguf.ternary import I2_S, form, ternary
 from models.names import CURVE, HEAD
-from models.quantized.parts import Form, Part, Source
+from models.quantized.parts import Form, ModuleSchemes, Part, Scheme, Source
 
 FLOATS = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 INTEGERS = {"I8": torch.int8, "I16": torch.int16, "I32": torch.int32, "I64": torch.int64}
@@ -167,23 +167,20 @@ class BlockReader:
 
 
 @dataclass(frozen=True)
-class BlockScheme:
+class BlockScheme(Scheme):
     """The form in which a quantised weight is stored, see `models.quantized.parts.Scheme`; `info`: its tensor."""
 
     info: Stored
 
     def form(self, width: int) -> Block | Form:
-        """See `Scheme`."""
         return form(width) if self.info.format == "I2_S" else self.info.block
 
     def parts(self, outs: int, width: int) -> dict[str, Part]:
-        """See `Scheme`."""
         block = self.info.block
         row_bytes = -(-width // block.size) * block.bytes
         return {"weight": Part(((outs, row_bytes),), (torch.uint8,))}
 
     def weight(self, outs: int, width: int, source: Source) -> GroupedWeight:
-        """See `Scheme`."""
         info = self.info
         weight = _weight(info.block, source.tensor("weight"), width, info.factor())
         if not info.columns:
@@ -191,17 +188,6 @@ class BlockScheme:
         order = torch.empty(width, dtype=torch.int64)
         order[torch.cat([torch.arange(some.start, some.stop) for some in info.columns])] = torch.arange(width)
         return replace(weight, order_I=order)
-
-
-@dataclass(frozen=True)
-class BlockQuantization:
-    """The quantised weights of a file by their modules, see `models.quantized.parts.Quantization`."""
-
-    schemes: Mapping[str, BlockScheme]
-
-    def scheme(self, module: str, kind: str) -> BlockScheme | None:
-        """See `Quantization`."""
-        return self.schemes.get(module)
 
 
 def _weight(block: Block, stored_OB: Tensor, width: int, factor: Tensor | None) -> GroupedWeight:
@@ -280,7 +266,7 @@ def _curves(file: GGUF, layers: int) -> dict[str, Stored]:
     return found
 
 
-def quantization_of(tensors: Mapping[str, Stored], config: Mapping[str, Any]) -> BlockQuantization | None:
+def quantization_of(tensors: Mapping[str, Stored], config: Mapping[str, Any]) -> ModuleSchemes | None:
     """Return `Checkpoint.quantization` for these tensors."""
     schemes = {
         name.removesuffix(".weight"): BlockScheme(info) for name, info in tensors.items() if info.format in FORMATS
@@ -288,7 +274,7 @@ def quantization_of(tensors: Mapping[str, Stored], config: Mapping[str, Any]) ->
     for table in ("model.embed_tokens", "transformer.wte", "gpt_neox.embed_in", "transformer.word_embeddings"):
         if config["tie_word_embeddings"] and table in schemes:
             schemes[HEAD] = schemes[table]
-    return BlockQuantization(schemes) if schemes else None
+    return ModuleSchemes(schemes) if schemes else None
 
 
 def _named(file: GGUF, config: Mapping[str, Any], own: str, entry: HeaderEntry) -> Iterator[tuple[str, Stored]]:

@@ -11,23 +11,21 @@ from torch import Tensor
 
 from models.checkpoint.fields import Fields
 from models.formats.grouped import GroupedWeight
-from models.quantized.parts import FLOATS, Form, Grid, Part, Source, Uniform, names, unpack, unsupported
+from models.quantized.parts import FLOATS, Form, Grid, Part, Scheme, Source, Uniform, names, unpack, unsupported
 
 ORDER = [0, 4, 1, 5, 2, 6, 3, 7]  # the field of each output
 
 
 @dataclass(frozen=True)
-class AWQ:
+class AWQ(Scheme):
     """AWQ weights; columns of a group share scales and zeros."""
 
     grid: Grid
 
     def form(self, width: int) -> Form:
-        """See `Scheme`."""
         return Form("int4", self.grid.group(width), zeros=True)
 
     def parts(self, outs: int, width: int) -> dict[str, Part]:
-        """See `Scheme`."""
         groups, words = self.grid.columns(width), -(-outs // 8)
         return {
             "qweight": Part(((width, words),), (torch.int32,)),
@@ -36,7 +34,6 @@ class AWQ:
         }
 
     def weight(self, outs: int, width: int, source: Source) -> GroupedWeight:
-        """See `Scheme`."""
         qweight, zero_OG = source.tensor("qweight"), _fields(source.tensor("qzeros"))[:outs].float()
 
         def codes(first: int, last: int) -> Tensor:

@@ -15,15 +15,26 @@ from torch import Tensor
 from kernels.linear.panels import LEVELS, ZEROS
 from models.checkpoint.fields import Fields
 from models.formats.grouped import GroupedWeight
-from models.quantized.parts import FLOATS, LINEAR, Form, Part, Source, names, pattern, smallest, unsupported
+from models.quantized.parts import (
+    FLOATS,
+    LINEAR,
+    Form,
+    Part,
+    Quantization,
+    Scheme,
+    Source,
+    names,
+    pattern,
+    smallest,
+    unsupported,
+)
 
 LEAST_MEAN = 1e-5  # of means of magnitudes
 HEADS = ["lm_head", "score"]  # which stay floats unless a config lists others
 
 
-class _OfRows:
+class _OfRows(Scheme):
     def form(self, width: int) -> Form:
-        """See `Scheme`."""
         return Form(smallest(2, width, width), width, each=4)
 
 
@@ -40,13 +51,11 @@ class Ternary(_OfRows):
     floats: bool
 
     def parts(self, outs: int, width: int) -> dict[str, Part]:
-        """See `Scheme`."""
         packed, plain = (-(-outs // 4), width), (outs, width)
         weight = Part((packed, plain), (torch.uint8, *FLOATS)) if self.floats else Part((packed,), (torch.uint8,))
         return {"weight": weight, "weight_scale": Part(((1,), ()), FLOATS)}
 
     def weight(self, outs: int, width: int, source: Source) -> GroupedWeight:
-        """See `Scheme`."""
         stored, scale_1 = source.tensor("weight"), source.scale("weight_scale").view(1, 1)
         if not self.inverse and source.read("bias") is not None:
             raise source.error("a bias beside weights of autobitlinear, which transformers multiplies by their scale")
@@ -75,11 +84,9 @@ class Trained(_OfRows):
     """Floats that are rounded to numbers and a scale when they are read."""
 
     def parts(self, outs: int, width: int) -> dict[str, Part]:
-        """See `Scheme`."""
         return {"weight": Part(((outs, width),), FLOATS)}
 
     def weight(self, outs: int, width: int, source: Source) -> GroupedWeight:
-        """See `Scheme`."""
         stored, form = source.tensor("weight"), self.form(width)
         centre = int(ZEROS[form.kind])
         scale = 1 / stored.float().abs().mean().clamp(min=LEAST_MEAN)
@@ -93,7 +100,7 @@ class Trained(_OfRows):
 
 
 @dataclass(frozen=True)
-class TernaryModules:
+class TernaryModules(Quantization):
     """A config: the scheme of linear layers, and which modules stay floats.
 
     Attributes:
@@ -105,7 +112,6 @@ class TernaryModules:
     of_floats: bool
 
     def scheme(self, module: str, kind: str) -> Ternary | Trained | None:
-        """See `Quantization`."""
         return None if kind != LINEAR or any(kept(module) for kept in self.kept) else self.common
 
 

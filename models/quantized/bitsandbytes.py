@@ -11,22 +11,20 @@ from torch import Tensor
 
 from models.checkpoint.fields import Fields
 from models.formats.grouped import GroupedWeight
-from models.quantized.parts import LINEAR, TRANSPOSED, Form, Part, Source, Uniform, unsupported
+from models.quantized.parts import LINEAR, TRANSPOSED, Form, Part, Scheme, Source, Uniform, unsupported
 
 NAME = "bitsandbytes"
 STEP = 7.874015718698502e-3  # 1 / 127 as in `int8_vectorwise_dequant`
 
 
 @dataclass(frozen=True)
-class ScaledRows:
+class ScaledRows(Scheme):
     """Weights as int8, and the largest magnitude of each output."""
 
     def form(self, width: int) -> Form:
-        """See `Scheme`."""
         return Form("int8", width, each=4)
 
     def parts(self, outs: int, width: int) -> dict[str, Part]:
-        """See `Scheme`."""
         return {
             "weight": Part(((outs, width),), (torch.int8,)),
             "SCB": Part(((outs,),), (torch.float32,)),
@@ -34,7 +32,6 @@ class ScaledRows:
         }
 
     def weight(self, outs: int, width: int, source: Source) -> GroupedWeight:
-        """See `Scheme`."""
         order = source.read("weight_format")
         if order is not None and order.item():
             raise source.error(f"weight_format is {order.item()}, expected 0, rows as they are")

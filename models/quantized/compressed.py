@@ -19,7 +19,7 @@ from models.formats.grouped import GroupedWeight
 from models.quantized import mxfp4, nvfp4
 from models.quantized import parts as p
 from models.quantized.float8 import MX, Float8
-from models.quantized.parts import Form, Grid, Part, Scheme, Source, unsupported
+from models.quantized.parts import Form, Grid, Part, Quantization, Scheme, Source, unsupported
 
 FORMATS = {  # formats -> types and bits of their weights
     "pack-quantized": [("int", bits) for bits in range(1, 9)],
@@ -45,7 +45,7 @@ DYNAMIC_LEVELS: float | None = None
 
 
 @dataclass(frozen=True)
-class Integers:
+class Integers(Scheme):
     """Weights as integers.
 
     Args:
@@ -67,7 +67,6 @@ class Integers:
     stepped: tuple[str, ...] = ()
 
     def form(self, width: int) -> Form:
-        """See `Scheme`."""
         return Form(self._kind(width), self.grid.group(width), zeros=self.zeros)
 
     def _kind(self, width: int) -> GroupKind:
@@ -75,7 +74,6 @@ class Integers:
         return p.smallest(bits, width, self.grid.group(width), zeros=self.zeros)
 
     def parts(self, outs: int, width: int) -> dict[str, Part]:
-        """See `Scheme`."""
         shapes = self.grid.shapes(outs, width)
         found = {
             "weight_scale": Part(shapes, p.FLOATS),
@@ -101,7 +99,6 @@ class Integers:
         return self.packed and self.grid.outs is not None
 
     def weight(self, outs: int, width: int, source: Source) -> GroupedWeight:
-        """See `Scheme`."""
         shape = source.read("weight_shape") if self.packed else None
         if shape is not None and shape.tolist() != [outs, width]:
             raise source.error(f"weight_shape is {shape.tolist()}, expected {[outs, width]}")
@@ -139,14 +136,14 @@ class Integers:
 
 
 @dataclass(frozen=True)
-class Compressed:
+class Compressed(Quantization):
     """A config: targets with their schemes, in the order in which they are tried; and the modules that stay floats."""
 
     targets: tuple[tuple[Callable[[str, str], bool], Scheme | None], ...]
     ignore: tuple[Callable[[str, str], bool], ...]
 
     def scheme(self, module: str, kind: str) -> Scheme | None:
-        """See `Quantization`. The package quantises layers and embeddings of torch's classes only."""
+        """The package quantises layers and embeddings of torch's classes only."""
         if kind not in CLASSES or any(ignored(module, kind) for ignored in self.ignore):
             return None
         return next((scheme for meant, scheme in self.targets if meant(module, kind)), None)

@@ -13,13 +13,13 @@ from torch import Tensor
 
 from models.checkpoint.fields import Fields
 from models.formats.grouped import GroupedWeight
-from models.quantized.parts import FLOATS, Form, Grid, Part, Source, Uniform, names, unsupported
+from models.quantized.parts import FLOATS, Form, Grid, Part, Scheme, Source, Uniform, names, unsupported
 
 MX = (1, 32)  # outputs and inputs that share an exponent
 
 
 @dataclass(frozen=True)
-class Float8:
+class Float8(Scheme):
     """`codes` and scales of blocks, whose tensor ends in `scale`. `powers`: scales are exponents of 2; `inverse`:
     codes are divided by them."""
 
@@ -30,11 +30,10 @@ class Float8:
     codes: str = "weight"
 
     def form(self, width: int) -> Form:
-        """See `Scheme`."""
         return Form("float8", self.grid.group(width), each=4)
 
     def parts(self, outs: int, width: int) -> dict[str, Part]:
-        """See `Scheme`. Scales of activations are accepted but not used, because activations are not rounded."""
+        """Scales of activations are accepted but not used, because activations are not rounded."""
         unused = Part(((1,), ()), FLOATS, optional=True)
         return {
             self.codes: Part(((outs, width),), (torch.float8_e4m3fn,)),
@@ -43,7 +42,6 @@ class Float8:
         }
 
     def weight(self, outs: int, width: int, source: Source) -> GroupedWeight:
-        """See `Scheme`."""
         codes_OI = source.tensor(self.codes).view(torch.uint8)
         scale = source.powers(self.scale) if self.powers else source.scale(self.scale)
         if self.inverse:

@@ -17,7 +17,20 @@ from kernels.linear import Steps
 from kernels.linear.panels import LEVELS, ZEROS
 from models.checkpoint.fields import Fields
 from models.formats.grouped import GroupedWeight
-from models.quantized.parts import EMBEDDING, FLOATS, LINEAR, Form, Part, Source, pattern, smallest, unpack, unsupported
+from models.quantized.parts import (
+    EMBEDDING,
+    FLOATS,
+    LINEAR,
+    Form,
+    Part,
+    Quantization,
+    Scheme,
+    Source,
+    pattern,
+    smallest,
+    unpack,
+    unsupported,
+)
 
 NAME, CODES_OF_ROWS = "gemma", "embedding_quantized"
 BITS = (2, 4, 8)
@@ -25,7 +38,7 @@ STEPS = ("input_activation_scale", "output_activation_scale")
 
 
 @dataclass(frozen=True)
-class GemmaScheme:
+class GemmaScheme(Scheme):
     """The form in which a weight is stored: the bits of a code, and whether it is an embedding."""
 
     bits: int
@@ -37,18 +50,15 @@ class GemmaScheme:
         return (CODES_OF_ROWS, "embedding_scale") if self.rows else ("weight", "weight_scale")
 
     def form(self, width: int) -> Form:
-        """See `Scheme`."""
         return Form(smallest(self.bits, width, width), width, each=4)
 
     def parts(self, outs: int, width: int) -> dict[str, Part]:
-        """See `Scheme`."""
         codes, scale = self.names
         dtype = torch.int8 if self.bits == 8 else torch.uint8
         found = {codes: Part(((outs, -(-width * self.bits // 8)),), (dtype,)), scale: Part(((outs, 1),), FLOATS)}
         return found if self.rows else found | dict.fromkeys(STEPS, Part(((), (1,)), FLOATS, optional=True))
 
     def weight(self, outs: int, width: int, source: Source) -> GroupedWeight:
-        """See `Scheme`."""
         codes, scale = self.names
         stored, form = source.tensor(codes), self.form(width)
         above = int(ZEROS[form.kind]) - (1 << self.bits - 1)  # what codes in memory have more
@@ -73,7 +83,7 @@ class GemmaScheme:
 
 
 @dataclass(frozen=True)
-class MobileGemma:
+class MobileGemma(Quantization):
     """A config: the bits of most modules, and of those whose names an expression finds, as the expression that matches
     first in a name says; of several that match there the first, because transformers joins them to one with `|`."""
 
@@ -82,7 +92,7 @@ class MobileGemma:
     embeddings: bool
 
     def scheme(self, module: str, kind: str) -> GemmaScheme | None:
-        """See `Quantization`. The file shows which modules stay floats (`modules_to_not_convert`)."""
+        """The file shows which modules stay floats (`modules_to_not_convert`)."""
         if kind != LINEAR and not (kind == EMBEDDING and self.embeddings):
             return None
         found = [(match.start(), bits) for meant, bits in self.others if (match := meant.search(module))]

@@ -20,6 +20,7 @@ from models.quantized.parts import (
     Grid,
     ModuleRules,
     Part,
+    Scheme,
     Source,
     order_of,
     pattern,
@@ -38,7 +39,7 @@ FORMATS = ("gptq", "gptq_v2")
 
 
 @dataclass(frozen=True)
-class GPTQ:
+class GPTQ(Scheme):
     """Bits of a field, columns that share a scale, whether zeros are stored minus one, and whether each column may
     belong to any group (`desc_act`)."""
 
@@ -48,12 +49,12 @@ class GPTQ:
     ordered: bool = False
 
     def form(self, width: int) -> Form:
-        """See `Scheme`: 3 bits take 4 in memory."""
+        """3 bits take 4 in memory."""
         group = self.grid.group(width)
         return Form(smallest(self.bits, width, group, zeros=True), group, zeros=True)
 
     def parts(self, outs: int, width: int) -> dict[str, Part]:
-        """See `Scheme`. AutoGPTQ gives a `bias` to layers that have none."""
+        """AutoGPTQ gives a `bias` to layers that have none."""
         groups, bits = self.grid.columns(width), self.bits
         return {
             "qweight": Part(((-(-width * bits // 32), outs),), (torch.int32,)),
@@ -64,7 +65,6 @@ class GPTQ:
         }
 
     def weight(self, outs: int, width: int, source: Source) -> GroupedWeight:
-        """See `Scheme`."""
         qweight, qzeros, scale_GO = source.tensor("qweight"), source.tensor("qzeros"), source.scale("scales")
         if self.first and self.bits == 3:
             zero_GO = self._middle(qzeros, outs, source)

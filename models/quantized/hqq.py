@@ -14,7 +14,7 @@ from torch import Tensor
 
 from models.checkpoint.fields import Fields
 from models.formats.grouped import GroupedWeight
-from models.quantized.parts import FLOATS, INTEGERS, LINEAR, Form, Part, Source, smallest
+from models.quantized.parts import FLOATS, INTEGERS, LINEAR, Form, Part, Quantization, Scheme, Source, smallest
 
 NAME, CODES = "hqq", "W_q"
 PACKINGS = {"8bit_u8": (8, 1), "4bit_u8": (4, 2), "3bit_32": (3, 10), "2bit_u8": (2, 4), "1bit_u8": (1, 8)}
@@ -25,14 +25,13 @@ LONGEST = 32  # of a text
 
 
 @dataclass(frozen=True)
-class HQQScheme:
+class HQQScheme(Scheme):
     """The form in which a weight is stored: a name of `PACKINGS`, and the elements of a group."""
 
     packing: str
     group: int
 
     def form(self, width: int) -> Form:
-        """See `Scheme`."""
         group = min(self.group, width)
         return Form(smallest(PACKINGS[self.packing][0], width, group, zeros=True), group, zeros=True)
 
@@ -42,7 +41,6 @@ class HQQScheme:
         return groups, -(-groups // PACKINGS[self.packing][1])
 
     def parts(self, outs: int, width: int) -> dict[str, Part]:
-        """See `Scheme`."""
         groups, rows = self._rows(outs, width)
         octets = torch.int32.itemsize if self.packing == "3bit_32" else 1
         viewed = [(rows, self.group * octets // dtype.itemsize) for dtype in (torch.float16, torch.float32)]
@@ -57,7 +55,6 @@ class HQQScheme:
         }
 
     def weight(self, outs: int, width: int, source: Source) -> GroupedWeight:
-        """See `Scheme`."""
         if width % self.group:
             raise source.error(f"groups of {self.group} elements, expected a width that is a multiple, got {width}")
         shape = source.read("shape")
@@ -83,13 +80,12 @@ def fields_of(stored: Tensor, row_N: Tensor, bits: int, fields: int) -> Tensor:
 
 
 @dataclass(frozen=True)
-class HQQ:
+class HQQ(Quantization):
     """A config: the schemes of the quantised modules, by the file's names; `models.checkpoint.hqq` reads them."""
 
     schemes: Mapping[str, HQQScheme] = field(default_factory=dict)
 
     def scheme(self, module: str, kind: str) -> HQQScheme | None:
-        """See `Quantization`."""
         return self.schemes.get(module) if kind == LINEAR else None
 
 

@@ -19,7 +19,7 @@ from torch import Tensor
 from kernels.linear.panels import GroupKind, default_zero, power
 from models.checkpoint.fields import Fields
 from models.formats.grouped import GroupedWeight
-from models.quantized.parts import FLOATS, TRANSPOSED, Form, Part, Source, unpack, unsupported
+from models.quantized.parts import FLOATS, TRANSPOSED, Form, Part, Quantization, Scheme, Source, unpack, unsupported
 
 NAME, FIELD = "mlx", "quantization"
 AFFINE = "affine"
@@ -40,7 +40,7 @@ MODES = {"mxfp4": Mode(4, 32, "float4"), "nvfp4": Mode(4, 16, "fp4"), "mxfp8": M
 
 
 @dataclass(frozen=True)
-class MLXScheme:
+class MLXScheme(Scheme):
     """The form in which a weight is stored, see `models.quantized.parts.Scheme`."""
 
     mode: str
@@ -58,12 +58,11 @@ class MLXScheme:
         return self.mode == AFFINE
 
     def form(self, width: int) -> Form:
-        """See `Scheme`. Minimums of 8-bit codes need float32."""
+        """Minimums of 8-bit codes need float32."""
         each = 1 if self.kind == "float4" else 4 if self.bits == 8 else 2
         return Form(self.kind, self.group, least=self.least, each=each)
 
     def parts(self, outs: int, width: int) -> dict[str, Part]:
-        """See `Scheme`."""
         groups = ((outs, -(-width // self.group)),)
         words = Part(((outs, -(-width * self.bits // 32)),), (torch.uint32,))
         if self.least:
@@ -71,7 +70,6 @@ class MLXScheme:
         return {"weight": words, "scales": Part(groups, (torch.uint8,))}
 
     def weight(self, outs: int, width: int, source: Source) -> GroupedWeight:
-        """See `Scheme`."""
         if width % self.group:
             raise source.error(f"groups of {self.group} elements, expected a width that is a multiple, got {width}")
         words, (scale_OG, least_OG) = source.tensor("weight"), self._values(source)
@@ -96,14 +94,13 @@ class MLXScheme:
 
 
 @dataclass(frozen=True)
-class MLX:
+class MLX(Quantization):
     """A config's `quantization`: that of most modules, and those of others by the file's names; None: floats."""
 
     common: MLXScheme
     others: Mapping[str, MLXScheme | None]
 
     def scheme(self, module: str, kind: str) -> MLXScheme | None:
-        """See `Quantization`."""
         return None if kind == TRANSPOSED else self.others.get(module, self.common)
 
 

@@ -9,13 +9,13 @@ from torch import Tensor
 from kernels.linear.panels import power
 from models.checkpoint.fields import Fields
 from models.formats.grouped import GroupedWeight
-from models.quantized.parts import FLOATS, Form, Part, Source, Uniform, unpack
+from models.quantized.parts import FLOATS, Form, Part, Scheme, Source, Uniform, unpack
 
 GROUP = 32
 
 
 @dataclass(frozen=True)
-class Mxfp4:
+class Mxfp4(Scheme):
     """The form in which a weight is stored, see `models.quantized.parts.Scheme`.
 
     Args:
@@ -28,11 +28,10 @@ class Mxfp4:
     parted: bool
 
     def form(self, width: int) -> Form:
-        """See `Scheme`."""
         return Form("float4", GROUP, each=1)
 
     def parts(self, outs: int, width: int) -> dict[str, Part]:
-        """See `Scheme`. Scales of activations are accepted but not used, because activations are not rounded."""
+        """Scales of activations are accepted but not used, because activations are not rounded."""
         groups = -(-width // GROUP)
         octets = (outs, groups, GROUP // 2) if self.parted else (outs, groups * GROUP // 2)
         packed, scale = Part((octets,), (torch.uint8,)), Part(((outs, groups),), (torch.uint8,))
@@ -40,7 +39,6 @@ class Mxfp4:
         return {self.packed: packed, self.scale: scale, **unused}
 
     def weight(self, outs: int, width: int, source: Source) -> GroupedWeight:
-        """See `Scheme`."""
         if width % GROUP:
             raise source.error(f"blocks of {GROUP} elements, expected a width that is a multiple, got {width}")
         source.powers(self.scale)

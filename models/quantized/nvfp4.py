@@ -11,13 +11,13 @@ import torch
 from torch import Tensor
 
 from models.formats.grouped import GroupedWeight
-from models.quantized.parts import Form, Part, Source, unpack
+from models.quantized.parts import Form, Part, Scheme, Source, unpack
 
 GROUP = 16
 
 
 @dataclass(frozen=True)
-class Nvfp4:
+class Nvfp4(Scheme):
     """The names of the packed values and of the whole matrix's scale, and whether that scale divides or multiplies."""
 
     packed: str
@@ -25,11 +25,9 @@ class Nvfp4:
     divides: bool
 
     def form(self, width: int) -> Form:
-        """See `Scheme`."""
         return Form("fp4", min(GROUP, width), each=4)
 
     def parts(self, outs: int, width: int) -> dict[str, Part]:
-        """See `Scheme`."""
         one = ((1,), ())
         return {
             self.packed: Part(((outs, -(-width // 2)),), (torch.uint8,)),
@@ -39,7 +37,6 @@ class Nvfp4:
         }
 
     def weight(self, outs: int, width: int, source: Source) -> GroupedWeight:
-        """See `Scheme`."""
         stored, whole = source.tensor(self.packed), source.scale(self.whole).flatten()
         scale_OG = source.scale("weight_scale") / whole if self.divides else source.scale("weight_scale") * whole
         if not scale_OG.isfinite().all():

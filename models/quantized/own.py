@@ -20,7 +20,7 @@ from torch import Tensor
 from kernels.linear.panels import ABOVE, FIELDS, LEAST_ONLY, NIBBLES, TABLES, GroupKind, power
 from models.checkpoint.fields import Fields
 from models.formats.grouped import GroupedWeight
-from models.quantized.parts import Form, Part, Shape, Source, unpack, unsupported
+from models.quantized.parts import Form, ModuleSchemes, Part, Scheme, Shape, Source, unpack, unsupported
 
 METHOD, VERSION = "coppice", 1
 KINDS = (*FIELDS, "int4", "int8", *ABOVE, *TABLES)
@@ -33,7 +33,7 @@ def fields_of_byte(kind: GroupKind) -> int:
 
 
 @dataclass(frozen=True)
-class Grouping:
+class Grouping(Scheme):
     """How a weight is stored; `scale` is the dtype of written scales. Files may have either dtype of `EXACT`, but for
     float4 only uint8."""
 
@@ -44,7 +44,6 @@ class Grouping:
     least: bool = False
 
     def form(self, width: int) -> Form:
-        """See `Scheme`."""
         each = 1 if self.kind == "float4" else self.scale.itemsize
         return Form(self.kind, self.group, self.zeros, self.least, each)
 
@@ -60,13 +59,11 @@ class Grouping:
         return layout | {name: ((outs, groups), self.scale) for name, there in more.items() if there}
 
     def parts(self, outs: int, width: int) -> dict[str, Part]:
-        """See `Scheme`."""
         layout = self.layout(outs, width)
         exact = (torch.uint8,) if self.kind == "float4" else EXACT
         return {name: Part((shape,), (dtype,) if name == "codes" else exact) for name, (shape, dtype) in layout.items()}
 
     def weight(self, outs: int, width: int, source: Source) -> GroupedWeight:
-        """See `Scheme`."""
         stored, scale_OG = source.tensor("codes"), source.scale("scale")
         zero_OG = source.scale("zero") if self.zeros else None
         least_OG = source.scale("least") if self.least else None
@@ -80,27 +77,15 @@ class Grouping:
         return self.form(width).weight(outs, width, codes, scale_OG, zero_OG, least_OG)
 
 
-@dataclass(frozen=True)
-class Own:
-    """A config: the modules whose weights are quantised."""
-
-    weights: Mapping[str, Grouping]
-
-    def scheme(self, module: str, kind: str) -> Grouping | None:
-        """See `Quantization`."""
-        return self.weights.get(module)
-
-    @staticmethod
-    def config(weights: Mapping[str, Grouping]) -> dict[str, object]:
-        """Return the `quantization_config` of these modules."""
-        listed = {
-            name: {"kind": of.kind, "group": of.group, "zeros": of.zeros, "least": of.least}
-            for name, of in weights.items()
-        }
-        return {"quant_method": METHOD, "version": VERSION, "weights": listed}
+def config_of(weights: Mapping[str, Grouping]) -> dict[str, object]:
+    """Return the `quantization_config` of modules with these weights."""
+    listed = {
+        name: {"kind": of.kind, "group": of.group, "zeros": of.zeros, "least": of.least} for name, of in weights.items()
+    }
+    return {"quant_method": METHOD, "version": VERSION, "weights": listed}
 
 
-def parse(fields: Fields) -> Own:
+def parse(fields: Fields) -> ModuleSchemes:
     """Read a config. Raises CheckpointError if it is not supported."""
     if (version := fields.int("version")) != VERSION:
         raise unsupported(fields, f"version {version} of the layout (read: {VERSION})")
@@ -115,4 +100,4 @@ def parse(fields: Fields) -> Own:
         if zeros and kind in (*LEAST_ONLY, *TABLES):
             raise own.error("zeros", f"false, of {kind}")
         weights[module] = Grouping(kind, own.int("group"), zeros=zeros, least=least)
-    return Own(weights)
+    return ModuleSchemes(weights)

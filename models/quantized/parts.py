@@ -4,7 +4,7 @@ Shape legend: O outputs, I inputs, G groups of a row.
 """
 
 import re
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from typing import Any, NamedTuple, Protocol
 
@@ -169,7 +169,7 @@ class Quantization(Protocol):
 
 
 @dataclass(frozen=True)
-class Uniform:
+class Uniform(Quantization):
     """A config with one scheme for layers of some classes. The file itself shows which layers stay floats
     (`modules_to_not_convert`)."""
 
@@ -177,19 +177,27 @@ class Uniform:
     kinds: tuple[str, ...] = (LINEAR,)
 
     def scheme(self, module: str, kind: str) -> Scheme | None:
-        """See `Quantization`."""
         return self.common if kind in self.kinds else None
 
 
 @dataclass(frozen=True)
-class ModuleRules:
+class ModuleSchemes(Quantization):
+    """The schemes of the quantised modules by their names; the token embedding may be among them."""
+
+    schemes: Mapping[str, Scheme]
+
+    def scheme(self, module: str, kind: str) -> Scheme | None:
+        return self.schemes.get(module)
+
+
+@dataclass(frozen=True)
+class ModuleRules(Quantization):
     """A config: the scheme of most modules, and rules for others (None: floats) in the order of their trial."""
 
     common: Scheme
     others: tuple[tuple[Callable[[str], object], Scheme | None], ...]
 
     def scheme(self, module: str, kind: str) -> Scheme | None:
-        """See `Quantization`."""
         return next((scheme for meant, scheme in self.others if meant(module)), self.common)
 
 

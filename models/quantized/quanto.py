@@ -14,7 +14,7 @@ from torch import Tensor
 from models.checkpoint.fields import Fields
 from models.errors import show
 from models.formats.grouped import GroupedWeight
-from models.quantized.parts import FLOATS, LINEAR, Form, Part, Source, smallest, unsupported
+from models.quantized.parts import FLOATS, LINEAR, Form, Part, Quantization, Scheme, Source, smallest, unsupported
 
 NAME, MODULES = "quanto", "modules"
 TYPES = {"qint2": 2, "qint4": 4, "qint8": 8, "qfloat8_e4m3fn": 8}
@@ -23,7 +23,7 @@ SCALE, SHIFT = "weight._scale", "weight._shift"
 
 
 @dataclass(frozen=True)
-class QuantoScheme:
+class QuantoScheme(Scheme):
     """The form in which a weight is stored: one of `TYPES`."""
 
     type: str
@@ -45,13 +45,12 @@ class QuantoScheme:
         return next((size for size in GROUPS if width % size == 0), width)
 
     def form(self, width: int) -> Form:
-        """See `Scheme`."""
         group = self.group(width)
         kind = "float8" if self.type == "qfloat8_e4m3fn" else smallest(self.bits, width, group)
         return Form(kind, group, least=self.bits < 8)
 
     def parts(self, outs: int, width: int) -> dict[str, Part]:
-        """See `Scheme`. Scales of activations are 1, because these are not rounded."""
+        """Scales of activations are 1, because these are not rounded."""
         unused = Part(((),), FLOATS, optional=True)
         found = dict.fromkeys(("input_scale", "output_scale"), unused)
         if self.bits == 8:
@@ -62,7 +61,6 @@ class QuantoScheme:
         return {self.codes: octets, SCALE: Part(((rows, 1),), FLOATS), SHIFT: Part(((rows, 1),), FLOATS)} | found
 
     def weight(self, outs: int, width: int, source: Source) -> GroupedWeight:
-        """See `Scheme`."""
         stored, scale_OG = source.tensor(self.codes), source.scale(SCALE).view(outs, -1)
         form, each = self.form(width), width // self.group(width)
         least_OG = -source.scale(SHIFT).view(outs, -1) if form.least else None
@@ -79,13 +77,12 @@ class QuantoScheme:
 
 
 @dataclass(frozen=True)
-class Quanto:
+class Quanto(Quantization):
     """A config: the schemes of the quantised modules, by the file's names."""
 
     schemes: Mapping[str, QuantoScheme]
 
     def scheme(self, module: str, kind: str) -> QuantoScheme | None:
-        """See `Quantization`."""
         return self.schemes.get(module.removesuffix("._data").removesuffix(".weight")) if kind == LINEAR else None
 
 

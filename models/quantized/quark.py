@@ -18,7 +18,7 @@ from models.formats.grouped import GroupedWeight
 from models.quantized.awq import ORDER
 from models.quantized.float8 import Float8
 from models.quantized.mxfp4 import GROUP, Mxfp4
-from models.quantized.parts import FLOATS, LINEAR, Form, Grid, Part, Scheme, Source, unpack, unsupported
+from models.quantized.parts import FLOATS, LINEAR, Form, Grid, Part, Quantization, Scheme, Source, unpack, unsupported
 
 NAME = "quark"
 INTEGERS = {"int4": (4, True), "uint4": (4, False), "int8": (8, True), "uint8": (8, False)}  # bits, signed
@@ -28,7 +28,7 @@ CACHED = ("k_proj", "v_proj", "qkv_proj")  # whose outputs may be rounded, becau
 
 
 @dataclass(frozen=True)
-class QuarkIntegers:
+class QuarkIntegers(Scheme):
     """Weights as integers.
 
     Args:
@@ -48,11 +48,9 @@ class QuarkIntegers:
         return self.grid.ins is not None
 
     def form(self, width: int) -> Form:
-        """See `Scheme`."""
         return Form("int4" if self.bits == 4 else "int8", self.grid.group(width), zeros=not self.signed, each=4)
 
     def parts(self, outs: int, width: int) -> dict[str, Part]:
-        """See `Scheme`."""
         per, dtype = (8, torch.int32) if self.bits == 4 else (1, torch.int8 if self.signed else torch.uint8)
         rows, columns = (width, outs) if self.transposed else (outs, width)
         if self.transposed:
@@ -69,7 +67,6 @@ class QuarkIntegers:
         }
 
     def weight(self, outs: int, width: int, source: Source) -> GroupedWeight:
-        """See `Scheme`."""
         stored, scale, found = source.tensor("weight"), source.scale("weight_scale"), source.read("weight_zero_point")
         scale = scale.T if self.transposed else scale.reshape(-1, 1)
         zeros = None if found is None else self._zeros(found, outs).float()
@@ -106,7 +103,7 @@ class QuarkIntegers:
 
 
 @dataclass(frozen=True)
-class Quark:
+class Quark(Quantization):
     """A config: the schemes of patterns of names, in the order of their trial, and that of the other modules (None:
     floats)."""
 
@@ -114,7 +111,7 @@ class Quark:
     common: Scheme | None
 
     def scheme(self, module: str, kind: str) -> Scheme | None:
-        """See `Quantization`. A name goes before patterns."""
+        """A name goes before patterns."""
         if kind != LINEAR:
             return None
         matching = (own for pattern, own in self.patterns.items() if fnmatch(module, pattern))

@@ -31,6 +31,7 @@ from models.quantized.parts import (
     Form,
     Grid,
     Part,
+    Quantization,
     Scheme,
     Source,
     smallest,
@@ -47,19 +48,17 @@ TYPES = ("Int8Tensor", "IntxUnpackedToInt8Tensor", "Int4Tensor", "Int4TilePacked
 
 
 @dataclass(frozen=True)
-class Unpacked:
+class Unpacked(Scheme):
     """Weights as one integer of `bits` bits per byte."""
 
     bits: int
     grid: Grid
 
     def form(self, width: int) -> Form:
-        """See `Scheme`."""
         group = self.grid.group(width)
         return Form(smallest(self.bits, width, group, zeros=True), group, each=4 if self.bits == 8 else 2)
 
     def parts(self, outs: int, width: int) -> dict[str, Part]:
-        """See `Scheme`."""
         shapes = self.grid.shapes(outs, width)
         return {
             f"{PREFIX}qdata": Part(((outs, width),), (torch.int8,)),
@@ -68,7 +67,6 @@ class Unpacked:
         }
 
     def weight(self, outs: int, width: int, source: Source) -> GroupedWeight:
-        """See `Scheme`."""
         stored, found, form = source.tensor(f"{PREFIX}qdata"), source.read(f"{PREFIX}zero_point"), self.form(width)
         scale_OG = self.grid.spread(source.scale(f"{PREFIX}scale"), outs, width)
         half, centre, zero_OG = 1 << self.bits - 1, int(ZEROS[form.kind]), None
@@ -85,17 +83,15 @@ class Unpacked:
 
 
 @dataclass(frozen=True)
-class PlainInt4:
+class PlainInt4(Scheme):
     """Weights of four bits in groups of `group` columns, which have minimums."""
 
     group: int
 
     def form(self, width: int) -> Form:
-        """See `Scheme`."""
         return Form("int4", min(self.group, width), least=True)
 
     def parts(self, outs: int, width: int) -> dict[str, Part]:
-        """See `Scheme`."""
         columns = Part(((-(-width // self.group), outs),), FLOATS)
         return {
             f"{PREFIX}qdata": Part(((outs, -(-width // 2)),), (torch.int8, torch.uint8)),
@@ -104,7 +100,6 @@ class PlainInt4:
         }
 
     def weight(self, outs: int, width: int, source: Source) -> GroupedWeight:
-        """See `Scheme`."""
         stored, scale_GO = source.tensor(f"{PREFIX}qdata").view(torch.uint8), source.scale(f"{PREFIX}scale")
         least_GO = source.scale(f"{PREFIX}zero_point") - 8 * scale_GO
 
@@ -115,7 +110,7 @@ class PlainInt4:
 
 
 @dataclass(frozen=True)
-class TiledInt4:
+class TiledInt4(Scheme):
     """The same in tiles of 8 outputs and 16 inputs; outputs are padded to whole tiles, inputs to a multiple of 1024.
 
     `qdata` is int32 [outs / 8, ins / 128, 32, 4]. In the third dimension element 4 o + p has the output o of a tile. In
@@ -125,11 +120,10 @@ class TiledInt4:
     group: int
 
     def form(self, width: int) -> Form:
-        """See `Scheme`."""
         return Form("int4", min(self.group, width), least=True)
 
     def parts(self, outs: int, width: int) -> dict[str, Part]:
-        """See `Scheme`. Scales and zeros lie beside each other."""
+        """Scales and zeros lie beside each other."""
         tiles, ins = -(-outs // 8), -(-width // TILED) * TILED
         return {
             f"{PREFIX}qdata": Part(((tiles, ins // 128, 32, 4),), (torch.int32,)),
@@ -137,7 +131,6 @@ class TiledInt4:
         }
 
     def weight(self, outs: int, width: int, source: Source) -> GroupedWeight:
-        """See `Scheme`."""
         stored, values_GO2 = source.tensor(f"{PREFIX}qdata"), source.scale(f"{PREFIX}scale_and_zero")
         groups = -(-width // self.group)
         scale_OG, zero_OG = (values_GO2[:groups, :, i].T for i in (0, 1))
@@ -153,14 +146,14 @@ class TiledInt4:
 
 
 @dataclass(frozen=True)
-class TorchAO:
+class TorchAO(Quantization):
     """A config. `schemes` are those of the quantised modules, by the file's names, see `with_types`."""
 
     schemes: Mapping[str, Scheme] = field(default_factory=dict)
     where: str = ""
 
     def scheme(self, module: str, kind: str) -> Scheme | None:
-        """See `Quantization`. Raises CheckpointError for an embedding whose rows cannot be read one by one."""
+        """Raises CheckpointError for an embedding whose rows cannot be read one by one."""
         found = None if kind == TRANSPOSED else self.schemes.get(module)
         if kind == EMBEDDING and found and not (isinstance(found, Unpacked | Float8) and found.grid.outs == 1):
             raise unsupported(
