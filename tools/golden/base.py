@@ -39,8 +39,6 @@ class Variant:
         own_eos: ranks of the likely tokens that are the checkpoint's EOS ids.
         eos_files: the JSON files with these ids; without generation_config.json among them that file is removed.
         grid: the searches, if neither the full nor the short grid; see `make_golden.Run`.
-        drawn: `make_golden` draws weights with the names and shapes that transformers gives the model, as Llama's are
-            drawn.
         floats: called with the folder and an empty one, writes into the latter the float32 checkpoint that transformers
             reads instead.
         twin: a variant of the same weights spelled differently: same seed and (asserted) same results. A name that
@@ -54,7 +52,6 @@ class Variant:
     own_eos: Sequence[int] = (0,)
     eos_files: Sequence[str] = ("config.json", "generation_config.json")
     grid: Sequence[Any] = ()
-    drawn: bool = False
     floats: Callable[[Path, Path], None] | None = None
     twin: str = ""
 
@@ -133,23 +130,28 @@ def add_head(shapes: dict[str, tuple[int, ...]], config: Mapping[str, Any], *, t
 
 
 def variants(
-    config: Mapping[str, Any], changes: Mapping[str, Mapping[str, Any]], others: Mapping[str, Mapping[str, Any]]
+    config: Mapping[str, Any],
+    changes: Mapping[str, Mapping[str, Any]],
+    others: Mapping[str, Mapping[str, Any]],
+    outputs: Sequence[str] = ("o_proj.weight", "down_proj.weight"),
 ) -> dict[str, Variant]:
-    """The variants of a family that names its tensors as Llama does; all but `plain` have few searches.
+    """The variants of a family whose weights have the names and shapes of transformers; all but `plain` have few
+    searches.
 
     Args:
         config: fields of all variants; changes: fields of each variant, by its name.
         others: arguments of `Variant`, by the variant's name.
+        outputs: see `draw_all`.
     """
 
     def write(name: str, folder: Path, seed: int) -> None:
+        from tools.make_golden_weights import draw  # here, because it needs transformers
+
         write_checkpoint(folder, present(config, changes[name]), {})
+        draw(folder, seed, outputs)
 
     return {
-        name: Variant(
-            partial(write, name),
-            **{"drawn": True, "grid": () if name.startswith("plain") else FEW, **others.get(name, {})},
-        )
+        name: Variant(partial(write, name), **{"grid": () if name.startswith("plain") else FEW, **others.get(name, {})})
         for name in changes
     }
 

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-from functools import partial
-from pathlib import Path
 from typing import Any
 
-from tools.golden.base import ABSENT, EMBEDDING, VOCAB, Variant, add_head, draw_all, present, write_checkpoint
+from tools.golden.base import ABSENT, VOCAB, variants
 
 CONFIG = {
     "architectures": ["PhiForCausalLM"], "model_type": "phi", "vocab_size": VOCAB, "hidden_size": 24,
@@ -30,28 +28,4 @@ CHANGES: dict[str, dict[str, Any]] = {
     "classifier": {"architectures": ["PhiForSequenceClassification"], "num_labels": 1, "qk_layernorm": True},
 }  # fmt: skip
 
-
-def write(name: str, folder: Path, seed: int) -> None:
-    config = present(CONFIG, CHANGES[name])
-    width, mlp, heads = config["hidden_size"], config["intermediate_size"], config["num_attention_heads"]
-    kv = (config.get("num_key_value_heads") or heads) * width // heads
-    layer: dict[str, tuple[int, ...]] = {
-        "input_layernorm": (width,), "self_attn.q_proj": (width, width), "self_attn.k_proj": (kv, width),
-        "self_attn.v_proj": (kv, width), "self_attn.dense": (width, width), "mlp.fc1": (mlp, width),
-        "mlp.fc2": (width, mlp),
-    }  # fmt: skip
-    if config.get("qk_layernorm"):
-        layer |= dict.fromkeys(("self_attn.q_layernorm", "self_attn.k_layernorm"), (width // heads,))
-    parts = {f"model.layers.{i}.{part}": layer[part] for i in range(2) for part in layer}
-    parts["model.final_layernorm"] = (width,)
-    shapes: dict[str, tuple[int, ...]] = {EMBEDDING: (VOCAB, width)}
-    for part, shape in parts.items():
-        shapes |= {f"{part}.weight": shape, f"{part}.bias": shape[:1]}
-    if "num_labels" not in config:
-        shapes["lm_head.bias"] = (VOCAB,)
-    head = add_head(shapes, config)
-    outputs = ("dense.weight", "fc2.weight")
-    write_checkpoint(folder, config, draw_all(shapes, seed, embeddings=[EMBEDDING], head=head, outputs=outputs))
-
-
-VARIANTS = {name: Variant(partial(write, name)) for name in CHANGES}
+VARIANTS = variants(CONFIG, CHANGES, {name: {"grid": ()} for name in CHANGES}, ("dense.weight", "fc2.weight"))

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-from functools import partial
-from pathlib import Path
 from typing import Any
 
-from tools.golden.base import ABSENT, EMBEDDING, VOCAB, Variant, add_head, draw_all, present, write_checkpoint
+from tools.golden.base import ABSENT, VOCAB, variants
 
 LIMIT, WINDOW = 32, 16
 BORDER = {"logits": [(31, 4), (32, 4), (33, 4), (60, 8)], "prompts": (31, 20, 32, 33)}
@@ -53,20 +51,4 @@ OTHERS: dict[str, dict[str, Any]] = {
     "classifier": BORDER,
 }
 
-
-def write(name: str, folder: Path, seed: int) -> None:
-    config = present(CONFIG, CHANGES[name])
-    width, mlp, heads = config["hidden_size"], config["intermediate_size"], config["num_attention_heads"]
-    kv = (config.get("num_key_value_heads") or heads) * width // heads
-    layer: dict[str, tuple[int, ...]] = {
-        "input_layernorm": (width,), "self_attn.qkv_proj": (width + 2 * kv, width), "self_attn.o_proj": (width, width),
-        "post_attention_layernorm": (width,), "mlp.gate_up_proj": (2 * mlp, width), "mlp.down_proj": (width, mlp),
-    }  # fmt: skip
-    shapes = {EMBEDDING: (VOCAB, width), "model.norm.weight": (width,)}
-    shapes |= {f"model.layers.{i}.{part}.weight": layer[part] for i in range(2) for part in layer}
-    head = add_head(shapes, config)
-    outputs = ("o_proj.weight", "down_proj.weight")
-    write_checkpoint(folder, config, draw_all(shapes, seed, embeddings=[EMBEDDING], head=head, outputs=outputs))
-
-
-VARIANTS = {name: Variant(partial(write, name), **OTHERS.get(name, {})) for name in CHANGES}
+VARIANTS = variants(CONFIG, CHANGES, {name: {"grid": ()} | OTHERS.get(name, {}) for name in CHANGES})

@@ -206,7 +206,7 @@ BITS = {"q_proj": 2, "k_proj": 3, "v_proj": 1, "o_proj": 5, "gate_proj": 6, "up_
 AWQ = {"quant_method": "awq", "bits": 4, "group_size": 32, "zero_point": True, "version": "gemm",
        "modules_to_not_convert": None}  # fmt: skip
 FP8 = {"quant_method": "fp8", "activation_scheme": "dynamic", "weight_block_size": [32, 32]}
-PHI3 = partial(phi3.write, "gqa")
+PHI3 = phi3.VARIANTS["gqa"].write
 QUARK = {"quant_method": "quark", "exclude": ["lm_head"], "export": {"pack_method": "reorder"}}
 
 
@@ -224,7 +224,7 @@ RECIPES = {
     ),
     # biases, that of the quantised head included; one matrix of queries, keys and values
     "pack4_biases": Recipe(
-        partial(phi.write, "gqa"), package("pack-quantized", [group("", W4P)], []),
+        phi.VARIANTS["gqa"].write, package("pack-quantized", [group("", W4P)], []),
         [("", compressed("pack-quantized", W4P))], head=True,
     ),
     "pack8_fused": Recipe(
@@ -266,7 +266,7 @@ RECIPES = {
         transposed=True,
     ),
     "gptq_dynamic": Recipe(
-        partial(qwen3.write, "tied"),
+        qwen3.VARIANTS["tied"].write,
         gptq_config(4, 8, dynamic={
             r"-:.*\.q_proj": {}, r"+:.*\.layers\.1\.mlp.*": {"bits": 8, "group_size": -1},
             r".*v_proj": {"group_size": 24}}),

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-from functools import partial
-from pathlib import Path
 from typing import Any
 
-from tools.golden.base import ABSENT, BORDER, EMBEDDING, VOCAB, Variant, add_head, draw_all, present, write_checkpoint
+from tools.golden.base import ABSENT, BORDER, VOCAB, variants
 
 CONFIG = {
     "architectures": ["Qwen3ForCausalLM"], "model_type": "qwen3", "vocab_size": VOCAB, "hidden_size": 24,
@@ -35,25 +33,4 @@ CHANGES: dict[str, dict[str, Any]] = {
 }  # fmt: skip
 OTHERS: dict[str, dict[str, Any]] = {"windows": BORDER, "layer_types": BORDER}
 
-
-def write(name: str, folder: Path, seed: int) -> None:
-    config = present(CONFIG, CHANGES[name])
-    width, mlp, heads, size = 24, 32, config["num_attention_heads"], config.get("head_dim", 128)
-    q, kv = heads * size, (config["num_key_value_heads"] or heads) * size
-    layer: dict[str, tuple[int, ...]] = {
-        "input_layernorm": (width,), "self_attn.q_proj": (q, width), "self_attn.k_proj": (kv, width),
-        "self_attn.v_proj": (kv, width), "self_attn.o_proj": (width, q), "self_attn.q_norm": (size,),
-        "self_attn.k_norm": (size,), "post_attention_layernorm": (width,), "mlp.gate_proj": (mlp, width),
-        "mlp.up_proj": (mlp, width), "mlp.down_proj": (width, mlp),
-    }  # fmt: skip
-    shapes = {EMBEDDING: (VOCAB, width), "model.norm.weight": (width,)}
-    shapes |= {f"model.layers.{i}.{part}.weight": layer[part] for i in range(2) for part in layer}
-    if config.get("attention_bias"):
-        biased = [part for part in layer if part.startswith("self_attn.") and part.endswith("_proj")]
-        shapes |= {f"model.layers.{i}.{part}.bias": layer[part][:1] for i in range(2) for part in biased}
-    head = add_head(shapes, config)
-    outputs = ("o_proj.weight", "down_proj.weight")
-    write_checkpoint(folder, config, draw_all(shapes, seed, embeddings=[EMBEDDING], head=head, outputs=outputs))
-
-
-VARIANTS = {name: Variant(partial(write, name), **OTHERS.get(name, {})) for name in CHANGES}
+VARIANTS = variants(CONFIG, CHANGES, {name: {"grid": ()} | OTHERS.get(name, {}) for name in CHANGES})

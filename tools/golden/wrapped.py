@@ -135,7 +135,7 @@ WRAPPERS = {
          "image_token_id": 2, "tie_word_embeddings": False, "scale_factor": 1},
         "text", "model.connector.modality_projection.proj.weight", NO_TOKENS),
     "qwen3_vl": Wrapper(
-        partial(qwen3.write, "plain"),
+        qwen3.VARIANTS["plain"].write,
         {"architectures": ["Qwen3VLForConditionalGeneration"], "model_type": "qwen3_vl", "vision_config": QWEN3_VL,
          "image_token_id": 2, "video_token_id": 2, "vision_start_token_id": 2, "vision_end_token_id": 2,
          "tie_word_embeddings": False},
@@ -169,7 +169,7 @@ WRAPPERS = {
          "image_token_index": 2, "boi_token_index": 2, "eoi_token_index": 2, "mm_tokens_per_image": 1, "num_labels": 1},
         "outer", "model.multi_modal_projector.mm_soft_emb_norm.weight", NO_TOKENS),
     "lfm2_vl": Wrapper(
-        partial(lfm2.write, "plain"),
+        lfm2.VARIANTS["plain"].write,
         {"architectures": ["Lfm2VlForConditionalGeneration"], "model_type": "lfm2_vl", "vision_config": SIGLIP2,
          "image_token_id": 2, "downsample_factor": 1},
         "outer", "model.multi_modal_projector.linear_1.weight", NO_TOKENS),
