@@ -7,8 +7,6 @@ nothing else; torch releases before 2.10 have known holes in it and are refused.
 another. DIR appears when it is complete, with SRC's config and tokenizer files; an error leaves no partial folder.
 """
 
-from __future__ import annotations
-
 import argparse
 import contextlib
 import json

@@ -21,8 +21,6 @@ answer depends on rounding: a run is kept if a float64 model (scores within 1e-4
 prompt is drawn.
 """
 
-from __future__ import annotations
-
 import argparse
 import copy
 import importlib

@@ -11,8 +11,6 @@ of the one that was chosen. Its later groups avoid the padding of groups that en
 case may generate that token (`suppress_tokens`).
 """
 
-from __future__ import annotations
-
 import argparse
 import copy
 import json

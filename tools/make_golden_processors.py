@@ -19,8 +19,6 @@ Writes into `tests/golden`:
 As in `make_golden.py`, a case is kept only if neither float64 nor noise changes a token.
 """
 
-from __future__ import annotations
-
 import argparse
 import copy
 import json

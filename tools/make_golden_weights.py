@@ -1,7 +1,5 @@
 """Weights with the names and shapes that transformers gives a model. Imported where such weights are drawn alone."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 

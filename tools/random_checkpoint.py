@@ -8,8 +8,6 @@ as a trained model's, whatever its shape. Tensors are drawn, written and dropped
 (model seed and tensor name), so its values depend on neither layers nor shards around it.
 """
 
-from __future__ import annotations
-
 import argparse
 import ctypes
 import hashlib

@@ -1,7 +1,5 @@
 """ALiBi: BLOOM, MPT, and the Falcons that have it. Texts past 256 tokens show which positions are rounded."""
 
-from __future__ import annotations
-
 from typing import Any
 
 from tools.golden.base import ABSENT, VOCAB, variants

@@ -1,7 +1,5 @@
 """Apertus: a learned and another activation, biases, ties, spellings, defaults, other numbers of heads."""
 
-from __future__ import annotations
-
 from typing import Any
 
 from tools.golden.base import ABSENT, VOCAB, variants

@@ -1,8 +1,6 @@
 """Ling 3: gated delta nets with bounded decays per element of a key, latent attention with gates of heads, groups of
 experts; decays without bounds, other orders of layers, absent fields."""
 
-from __future__ import annotations
-
 from typing import Any
 
 from tools.golden.base import ABSENT, VOCAB, variants

@@ -1,7 +1,5 @@
 """Parts that the families share: variants, random weights, checkpoint folders."""
 
-from __future__ import annotations
-
 import hashlib
 import json
 import math

@@ -1,7 +1,5 @@
 """BitNet as floats: norms before the last matrices of attention and MLP, squared ReLU. Packed ones: `quantized`."""
 
-from __future__ import annotations
-
 from typing import Any
 
 from tools.golden.base import ABSENT, VOCAB, variants

@@ -1,7 +1,5 @@
 """Command R and R7B: LayerNorms without biases, norms of heads, scaled logits, windows in layers that are rotated."""
 
-from __future__ import annotations
-
 from typing import Any
 
 from tools.golden.base import ABSENT, BORDER, VOCAB, variants

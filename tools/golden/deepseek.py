@@ -1,8 +1,6 @@
 """DeepSeek-V2, V3 and V3.2, GLM-4.7-Flash, GLM-5, A.X-K1: attention with a latent, groups of experts, orders of rotated
 elements."""
 
-from __future__ import annotations
-
 from typing import Any
 
 from tools.golden.base import ABSENT, VOCAB, variants

@@ -1,7 +1,5 @@
 """Mixtures of experts of every family: rules of the choice, shared experts, dense layers among them, windows."""
 
-from __future__ import annotations
-
 from typing import Any
 
 from tools.golden.base import ABSENT, BORDER, VOCAB, variants

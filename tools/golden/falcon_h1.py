@@ -1,7 +1,5 @@
 """Falcon-H1: factors, biases, groups, with and without a norm of scans. Bamba: orders of layers, biases."""
 
-from __future__ import annotations
-
 from typing import Any
 
 from tools.golden.base import ABSENT, VOCAB, variants

@@ -1,7 +1,5 @@
 """Gemma 1, 2 and 3: caps, windows and rotary tables by layer, both spellings, other kinds of layers, scalar heads."""
 
-from __future__ import annotations
-
 from functools import partial
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """Gemma 3n: streams, learned residuals, sparse gates, shared keys, inputs of layers; spellings, absent fields."""
 
-from __future__ import annotations
-
 from typing import Any
 
 from tools.golden.base import ABSENT, BORDER, VOCAB, variants

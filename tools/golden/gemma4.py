@@ -1,7 +1,5 @@
 """Gemma 4: heads by layer, values that are keys, shared keys, inputs of layers, experts; spellings, absent fields."""
 
-from __future__ import annotations
-
 from typing import Any
 
 from tools.golden.base import ABSENT, BORDER, VOCAB, variants

@@ -1,7 +1,5 @@
 """GLM-4, GLM-4-0414, GLM-4.5 and Solar Open: heads rotated in part, side by side or by halves; norms; experts."""
 
-from __future__ import annotations
-
 from typing import Any
 
 from tools.golden.base import ABSENT, VOCAB, variants

@@ -1,7 +1,5 @@
 """GPT-2: both prefixes, buffers, scales of attention, widths and activations of the MLP."""
 
-from __future__ import annotations
-
 from functools import partial
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """GPT-NeoX, GPT-J, StarCoder and Falcon: attention and MLP side by side, one matrix of queries, keys and values."""
 
-from __future__ import annotations
-
 from typing import Any
 
 from tools.golden.base import ABSENT, VOCAB, variants

@@ -1,7 +1,5 @@
 """gpt-oss: sinks, windows in turns, yarn, experts with biases whose gates reach their bounds; MXFP4 and floats."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Mapping
 from functools import partial

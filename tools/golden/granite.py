@@ -1,7 +1,5 @@
 """Granite 3 and 4: factors, biases, ties, spellings, with and without rotation; scans of Mamba-2, experts."""
 
-from __future__ import annotations
-
 from typing import Any
 
 from tools.golden.base import ABSENT, VOCAB, variants

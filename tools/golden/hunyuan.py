@@ -1,7 +1,5 @@
 """Hunyuan, dense: norms of heads after the rotation, a stretched base, biases, ties, spellings."""
 
-from __future__ import annotations
-
 from typing import Any
 
 from tools.golden.base import ABSENT, VOCAB, variants

@@ -1,7 +1,5 @@
 """Jamba: scans by channels and attention in turns, with experts and without, biases, absent fields, a scalar head."""
 
-from __future__ import annotations
-
 from typing import Any
 
 from tools.golden.base import ABSENT, VOCAB, variants

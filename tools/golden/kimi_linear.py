@@ -1,8 +1,6 @@
 """Kimi Linear: gated delta nets with a decay per element of a key, latent attention without rotary embeddings, groups
 of experts; layers listed by Kimi's numbers, by kinds, or not at all."""
 
-from __future__ import annotations
-
 from typing import Any
 
 from tools.golden.base import ABSENT, VOCAB, variants

@@ -1,7 +1,5 @@
 """Laguna: numbers of heads by layer, gates of heads, kinds of layers, experts, published names."""
 
-from __future__ import annotations
-
 from typing import Any
 
 from tools.golden.base import ABSENT, BORDER, VOCAB, variants

@@ -1,7 +1,5 @@
 """LFM2: short convolutions and attention in any order, taps, biases, spellings, widths of the MLP, ties."""
 
-from __future__ import annotations
-
 from typing import Any
 
 from tools.golden.base import ABSENT, VOCAB, variants

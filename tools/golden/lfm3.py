@@ -1,7 +1,5 @@
 """LFM3: short convolutions, attention with and without windows, gates of heads, norms of outputs."""
 
-from __future__ import annotations
-
 from typing import Any
 
 from tools.golden.base import ABSENT, VOCAB, variants

@@ -1,7 +1,5 @@
 """Llama: heads and head sizes, biases, ties, files and spellings, every kind of RoPE."""
 
-from __future__ import annotations
-
 from functools import partial
 from pathlib import Path
 from typing import Any

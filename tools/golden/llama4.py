@@ -1,8 +1,6 @@
 """Llama 4: chunks in some layers, rotation and norms of heads in the same or others, experts in all layers or in turns,
 queries that grow with their position."""
 
-from __future__ import annotations
-
 from typing import Any
 
 from tools.golden.base import ABSENT, VOCAB, variants

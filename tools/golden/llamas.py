@@ -1,7 +1,5 @@
 """Families an option or two from Llama: EXAONE 4, Seed-OSS, Nemotron, Arcee, ERNIE, Helium, InternLM3, StarCoder 2."""
 
-from __future__ import annotations
-
 from typing import Any
 
 from tools.golden.base import ABSENT, BORDER, VOCAB, variants

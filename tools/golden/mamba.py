@@ -1,7 +1,5 @@
 """Mamba and Falcon Mamba: ranks, biases, taps, norms of parts, absent fields."""
 
-from __future__ import annotations
-
 from typing import Any
 
 from tools.golden.base import ABSENT, VOCAB, variants

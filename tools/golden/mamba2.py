@@ -1,7 +1,5 @@
 """Mamba-2: groups, biases, and taps."""
 
-from __future__ import annotations
-
 from typing import Any
 
 from tools.golden.base import VOCAB, variants

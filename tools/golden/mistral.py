@@ -1,7 +1,5 @@
 """Mistral and Ministral: sizes of heads, windows in all layers, some or none, spellings."""
 
-from __future__ import annotations
-
 from typing import Any
 
 from tools.golden.base import ABSENT, BORDER, VOCAB, variants

@@ -1,7 +1,5 @@
 """ModernBERT decoders: kinds of layers, biases, both spellings of rotary tables, the layer before the head."""
 
-from __future__ import annotations
-
 from typing import Any
 
 from tools.golden.base import ABSENT, BORDER, VOCAB, variants

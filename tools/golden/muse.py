@@ -1,7 +1,5 @@
 """Muse Glimmer, which exists with vision only: windows, layers without rotation, epsilons, factors, defaults."""
 
-from __future__ import annotations
-
 from typing import Any
 
 from tools.golden.base import BORDER, VOCAB, variants

@@ -1,7 +1,5 @@
 """Nemotron-H: orders of layers and their spellings, biases, groups, heads that fill the width and do not."""
 
-from __future__ import annotations
-
 from typing import Any
 
 from tools.golden.base import ABSENT, VOCAB, variants

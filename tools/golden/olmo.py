@@ -1,7 +1,5 @@
 """OLMo 2 and 3: norms of outputs and of all heads, biases, ties, windows, a rotary table for each kind of layer."""
 
-from __future__ import annotations
-
 from typing import Any
 
 from tools.golden.base import ABSENT, BORDER, VOCAB, variants

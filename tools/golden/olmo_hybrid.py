@@ -1,8 +1,6 @@
 """OLMo Hybrid: gated delta nets with strengths up to 1 or 2, norms of inputs in these layers and of outputs in
 attention layers, with and without rotary embeddings."""
 
-from __future__ import annotations
-
 from typing import Any
 
 from tools.golden.base import ABSENT, VOCAB, variants

@@ -1,7 +1,5 @@
 """OPT: norms before and after, projections, fields that the config can leave out, the longest text."""
 
-from __future__ import annotations
-
 from functools import partial
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """Phi: shares of rotated dims, norms of queries and keys, groups of heads, ties, spellings, a scalar head."""
 
-from __future__ import annotations
-
 from typing import Any
 
 from tools.golden.base import ABSENT, VOCAB, variants

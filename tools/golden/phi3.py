@@ -1,7 +1,5 @@
 """Phi-3: fused projections, sliding windows, and texts on both sides of longrope's border."""
 
-from __future__ import annotations
-
 from typing import Any
 
 from tools.golden.base import ABSENT, VOCAB, variants

@@ -5,8 +5,6 @@ transformers reads EXAONE 3, Sarvam and Lara Mini as published. It has no class 
 model of another family with the same computation.
 """
 
-from __future__ import annotations
-
 import json
 import re
 import shutil

@@ -4,8 +4,6 @@ Each is a checkpoint of another family whose matrices were quantised. transforme
 `floats` restores from the file: by the format's package, or by arithmetic on single fields of the words.
 """
 
-from __future__ import annotations
-
 import json
 import re
 from collections.abc import Callable, Sequence

@@ -1,7 +1,5 @@
 """Qwen2: biases of three matrices, groups of heads, sizes of heads, ties, spellings, windows in some layers."""
 
-from __future__ import annotations
-
 from typing import Any
 
 from tools.golden.base import ABSENT, BORDER, VOCAB, variants

@@ -1,7 +1,5 @@
 """Qwen3: norms of heads, groups of heads, biases, ties, spellings, windows in some layers, a scalar head."""
 
-from __future__ import annotations
-
 from typing import Any
 
 from tools.golden.base import ABSENT, BORDER, VOCAB, variants

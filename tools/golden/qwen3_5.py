@@ -1,7 +1,5 @@
 """Qwen3.5: gates of queries, norms of 1 + weight, heads that are rotated in part, gated delta nets."""
 
-from __future__ import annotations
-
 from typing import Any
 
 from tools.golden.base import ABSENT, VOCAB, variants

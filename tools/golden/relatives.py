@@ -2,8 +2,6 @@
 Swash, Jais 2, VaultGemma, Persimmon, GPT, GPT-Neo, CodeGen, BioGPT, XGLM, CTRL; with experts FlexOlmo, K-EXAONE,
 Cohere, Hunyuan, Mellum 2, DBRX, Hy3, Flint, Kolibri 1; the text models of Phi-4-multimodal and Llama 3.2 Vision."""
 
-from __future__ import annotations
-
 from typing import Any
 
 from tools.golden.base import ABSENT, VOCAB, variants

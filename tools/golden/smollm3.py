@@ -1,7 +1,5 @@
 """SmolLM3: layers without rotation, windows in them or in others, biases, ties, spellings."""
 
-from __future__ import annotations
-
 from typing import Any
 
 from tools.golden.base import ABSENT, BORDER, VOCAB, variants

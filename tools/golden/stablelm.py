@@ -1,7 +1,5 @@
 """StableLM: LayerNorms, heads rotated in part, biases of three matrices, MLP beside or after attention, spellings."""
 
-from __future__ import annotations
-
 from typing import Any
 
 from tools.golden.base import ABSENT, VOCAB, variants

@@ -2,8 +2,6 @@
 AutoAWQ 0.2.9, which need a GPU to run, compressed-tensors by the package itself, the others by their definitions.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable
 from dataclasses import dataclass

@@ -3,8 +3,6 @@
 The files hold one tensor of the other parts, which transformers fills with noise: no text depends on them.
 """
 
-from __future__ import annotations
-
 import json
 import shutil
 from collections.abc import Callable, Mapping
