@@ -4,7 +4,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from kernels.experts.routing import Routing
-from models.checkpoint.fields import Fields
+from models.checkpoint.fields import REQUIRED, Fields
 from models.config import FULL, RECURRENT, SLIDING, Experts
 from models.rope import RopeConfig
 
@@ -58,6 +58,7 @@ def rotary(
     kv_heads: int | None = None,
     head_dim: int | None = None,
     mlp_width: int | None = None,
+    inner: int = REQUIRED,
     tied: bool = False,
     one_rope: bool = True,
     eps: float | None = None,
@@ -67,8 +68,9 @@ def rotary(
     """Read the arguments of a `Config` that are the same in families with rotary embeddings.
 
     Args:
-        positions, activation, kv_heads, head_dim, tied: values of absent fields. None, and null in the config: as many
-            key/value heads as query heads, and an even share of the width.
+        positions, activation, kv_heads, head_dim, inner, tied: values of absent fields; `inner` is that of
+            `intermediate_size`. None, and null in the config: as many key/value heads as query heads, and an even share
+            of the width.
         activation_field: the name of the activation's field.
         one_rope: all layers share a rotary table; if not, the caller reads `Config.ropes`.
         mlp_width: the MLP's width, for families that do not store it in `intermediate_size`.
@@ -102,7 +104,7 @@ def rotary(
         "heads": heads,
         "kv_heads": shared,
         "head_dim": size,
-        "mlp_width": mlp_width or fields.int("intermediate_size"),
+        "mlp_width": mlp_width or fields.int("intermediate_size", inner),
         "layers": fields.int("num_hidden_layers", high=2**14),
         "max_positions": max_positions,
         "rope": RopeConfig.from_hf(fields, size, max_positions, **rope) if one_rope else None,
@@ -183,6 +185,12 @@ def layer_bases(fields: Fields, absent: Sequence[float]) -> Sequence[float]:
     if not valid or any(type(base) not in (int, float) or not (base == 0 or 1 < base <= 1e15) for base in bases):
         raise fields.error("layer_rope_theta", f"{len(absent)} numbers, 0 or above 1")
     return bases
+
+
+def after_dense(fields: Fields, layers: int, dense: int) -> list[bool]:
+    """Whether each layer has experts: all but the first ones do, `dense` if `first_k_dense_replace` is absent."""
+    first = fields.int("first_k_dense_replace", default=dense, low=0)
+    return [i >= first for i in range(layers)]
 
 
 def sparse_layers(fields: Fields, layers: int, dense: int, step: int = 1) -> list[bool]:

@@ -23,8 +23,7 @@ class Afmoe(Decoder):
     def read(fields: Fields) -> Config:
         if fields.bool("attention_bias", default=False):
             raise fields.error("attention_bias", "false: biases beside gates without them are not supported")
-        width = fields.int("intermediate_size", default=6144)
-        options = rotary(fields, positions=16384, head_dim=128, mlp_width=width, eps=1e-5)
+        options = rotary(fields, positions=16384, head_dim=128, inner=6144, eps=1e-5)
         layers = range(options["layers"])
         every = fields.int("global_attn_every_n_layers", default=4)
         kinds = layer_types(fields, [SLIDING if (i + 1) % every else FULL for i in layers])

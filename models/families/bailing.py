@@ -9,7 +9,7 @@ from models.decoder import Decoder
 from models.families.deepseek_v2 import NAMES
 from models.families.deepseek_v3 import note_choice_bias, sigmoids
 from models.names import Names
-from models.reading import experts, rotary
+from models.reading import after_dense, experts, rotary
 from models.rope import BUFFERS
 
 
@@ -43,13 +43,12 @@ class BailingMoe2(Decoder):
         share = min(turned / size, 1.0) if turned else 1.0
         options = rotary(fields, positions=16384, eps=1e-6, partial=share)
         width, chosen = fields.int("moe_intermediate_size"), fields.int("num_experts_per_tok", high=2**12)
-        first = fields.int("first_k_dense_replace", default=0, low=0)
         rules = sigmoids(fields, groups=8, kept=4) | {
             "normalized": chosen > 1,
             "scale": fields.float("routed_scaling_factor", default=1.0),
             "shared_width": width * fields.int("num_shared_experts", default=0, low=0, high=2**8),
         }
-        sparse = [i >= first for i in range(options["layers"])]
+        sparse = after_dense(fields, options["layers"], 0)
         return Config(
             attention_bias=bias or fields.bool("use_qkv_bias", default=False),
             out_bias=bias,

@@ -8,7 +8,7 @@ from models.checkpoint.fields import Fields
 from models.config import Config, Experts, Latent
 from models.decoder import Decoder
 from models.names import Names
-from models.reading import experts, rotary
+from models.reading import after_dense, experts, rotary
 from models.rope import RopeConfig
 
 NAMES = Names(
@@ -28,8 +28,7 @@ class DeepseekV2(Decoder):
         if fields.bool("mlp_bias", default=False):
             raise fields.error("mlp_bias", "false: experts with biases are not supported")
         options = latent_attention(fields, positions=2048, mlp_width=11008, query_rank=1536)
-        first = fields.int("first_k_dense_replace", default=0, low=0)
-        sparse, rules = [i >= first for i in range(options["layers"])], dict[str, Any]()
+        sparse, rules = after_dense(fields, options["layers"], 0), dict[str, Any]()
         if any(sparse) and fields.choice("topk_method", (GREEDY, LIMITED), default=GREEDY) == LIMITED:
             rules = {"groups": fields.int("n_group"), "kept": fields.int("topk_group")}
         return Config(**options, experts=mixture(fields, sparse, count=64, width=1407, shared=2, scale=1.0, **rules))
@@ -58,12 +57,11 @@ def latent_attention(
     Raises:
         CheckpointError: it names the field.
     """
-    width = fields.int("intermediate_size", default=mlp_width)
     rotated = fields.int("qk_rope_head_dim", default=rotated, high=2**12)
     if rotated % 2:
         raise fields.error("qk_rope_head_dim", "an even number")
     own = fields.changed({"head_dim": rotated})
-    options = rotary(own, mlp_width=width, one_rope=False, eps=eps, bias=False, **more)
+    options = rotary(own, inner=mlp_width, one_rope=False, eps=eps, bias=False, **more)
     if options["kv_heads"] != options["heads"]:
         raise fields.error("num_key_value_heads", f"num_attention_heads, which is {options['heads']}")
     if fields.config.get("q_lora_rank", query_rank) is None:

@@ -11,7 +11,7 @@ from models.config import Config
 from models.decoder import Decoder
 from models.families.deepseek_v2 import NAMES, latent_attention, mixture
 from models.names import Names
-from models.reading import sparse_layers, true_if_absent
+from models.reading import after_dense, sparse_layers, true_if_absent
 from models.rope import BUFFERS
 
 CHOICE_BIAS = "has_choice_bias"  # a field that no file has
@@ -30,8 +30,7 @@ class DeepseekV3(Decoder):
         options = latent_attention(
             fields, positions=4096, mlp_width=18432, query_rank=1536, interleaved=interleaved(fields)
         )
-        first = fields.int("first_k_dense_replace", default=3, low=0)
-        sparse, rules = [i >= first for i in range(options["layers"])], sigmoids(fields, groups=8, kept=4)
+        sparse, rules = after_dense(fields, options["layers"], 3), sigmoids(fields, groups=8, kept=4)
         sizes = {"count": 256, "chosen": 8, "width": 2048, "shared": 1, "scale": 2.5}
         return Config(**options, experts=mixture(fields, sparse, **sizes, **rules))
 

@@ -5,7 +5,7 @@ from models.config import FULL, SLIDING, Config
 from models.decoder import Decoder
 from models.families.deepseek_v2 import NAMES, mixture
 from models.families.deepseek_v3 import sigmoids
-from models.reading import layer_types, rotary, window_of, windows
+from models.reading import after_dense, layer_types, rotary, window_of, windows
 
 
 class Dots1(Decoder):
@@ -16,13 +16,11 @@ class Dots1(Decoder):
 
     @staticmethod
     def read(fields: Fields) -> Config:
-        width = fields.int("intermediate_size", default=10944)
-        options = rotary(fields, positions=2048, kv_heads=32, mlp_width=width, eps=1e-6, bias=False)
+        options = rotary(fields, positions=2048, kv_heads=32, inner=10944, eps=1e-6, bias=False)
         window = window_of(fields, 4096)
         first = fields.int("max_window_layers", default=62, low=0) if window else options["layers"]
         kinds = layer_types(fields, [SLIDING if i >= first else FULL for i in range(options["layers"])])
-        dense = fields.int("first_k_dense_replace", default=0, low=0)
-        sparse = [i >= dense for i in range(options["layers"])]
+        sparse = after_dense(fields, options["layers"], 0)
         rules = sigmoids(fields, groups=1, kept=1, normalized=False)
         if any(sparse):
             rules |= {"count": fields.int("n_routed_experts"), "shared": fields.int("n_shared_experts")}

@@ -42,8 +42,7 @@ class Exaone(Decoder):
     @staticmethod
     def read(fields: Fields) -> Config:
         own = renamed(fields, EXAONE_FIELDS)
-        width = own.int("intermediate_size", default=4 * own.int("hidden_size"))
-        return Config(**rotary(own, positions=2048, mlp_width=width, eps=1e-5, tied=True))
+        return Config(**rotary(own, positions=2048, inner=4 * own.int("hidden_size"), eps=1e-5, tied=True))
 
 
 class Exaone4(Decoder):

@@ -8,7 +8,7 @@ from models.decoder import Decoder
 from models.families.deepseek_v2 import NAMES, mixture
 from models.families.deepseek_v3 import sigmoids
 from models.names import Names
-from models.reading import architecture, rotary, true_if_absent
+from models.reading import after_dense, architecture, rotary, true_if_absent
 from models.rope import BUFFERS
 
 
@@ -51,10 +51,8 @@ class Glm4Moe(Decoder):
 
     @staticmethod
     def read(fields: Fields) -> Config:
-        width = fields.int("intermediate_size", default=10944)
-        options = rotary(fields, positions=131072, kv_heads=8, mlp_width=width, partial=0.5, eps=1e-5, bias=False)
-        first = fields.int("first_k_dense_replace", default=1, low=0)
-        sparse, sizes = [i >= first for i in range(options["layers"])], {"count": 128, "chosen": 8, "width": 1408}
+        options = rotary(fields, positions=131072, kv_heads=8, inner=10944, partial=0.5, eps=1e-5, bias=False)
+        sparse, sizes = after_dense(fields, options["layers"], 1), {"count": 128, "chosen": 8, "width": 1408}
         return Config(
             out_bias=False,
             head_norms="each" if fields.bool("use_qk_norm", default=False) else "",

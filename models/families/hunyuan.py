@@ -65,8 +65,8 @@ class HYV3(Decoder):
     def read(fields: Fields) -> Config:
         if fields.bool("mlp_bias", default=False):
             raise fields.error("mlp_bias", "false: experts with biases are not supported")
-        mlp, width = fields.int("intermediate_size", default=13312), fields.int("moe_intermediate_size", default=1536)
-        sizes = {"kv_heads": 8, "head_dim": 128, "mlp_width": mlp, "theta": 11158840.0}
+        width = fields.int("moe_intermediate_size", default=1536)
+        sizes = {"kv_heads": 8, "head_dim": 128, "inner": 13312, "theta": 11158840.0}
         options = rotary(fields, positions=131072, **sizes, eps=1e-5, bias=False)
         rules = {
             "scores": "sigmoid",

@@ -25,9 +25,8 @@ class Laguna(Decoder):
             raise fields.error("moe_apply_router_weight_on_input", "false: transformers does not support it")
         if fields.float("moe_router_logit_softcapping", default=0.0, low=0.0):
             raise fields.error("moe_router_logit_softcapping", "0: bounds of the router's logits are not supported")
-        width = fields.int("intermediate_size", default=8192)
         options = rotary(
-            fields, positions=131072, kv_heads=8, head_dim=128, mlp_width=width, one_rope=False, eps=1e-6, bias=False
+            fields, positions=131072, kv_heads=8, head_dim=128, inner=8192, one_rope=False, eps=1e-6, bias=False
         )
         layers, size = options["layers"], options["head_dim"]
         heads, shared = fields.config.get("num_attention_heads_per_layer"), options["kv_heads"]

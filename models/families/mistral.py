@@ -9,7 +9,7 @@ from models.config import FULL, SLIDING, Config
 from models.decoder import Decoder
 from models.families.deepseek_v2 import NAMES, latent_attention, mixture
 from models.families.deepseek_v3 import interleaved, sigmoids
-from models.reading import layer_types, rotary, window_of, windows, with_rope
+from models.reading import after_dense, layer_types, rotary, window_of, windows, with_rope
 from models.rope import RopeConfig
 
 MINISTRAL3_ROPE = {
@@ -109,7 +109,7 @@ class Mistral4(Decoder):
                 raise fields.error("q_lora_rank", "an even number, as queries grow with their position")
             table = RopeConfig(math.gcd(latent.query_rank, 16), "proportional", **growth)
             options["latent"] = replace(latent, growth=table)
-        sparse = [i >= fields.int("first_k_dense_replace", default=0, low=0) for i in range(options["layers"])]
+        sparse = after_dense(fields, options["layers"], 0)
         rules = sigmoids(fields, groups=1, kept=1) | {"scores": "softmax", "choice_bias": False, "chosen": 4}
         if rules["groups"] > 1:
             raise fields.error("n_group", "1: groups of experts with parts of a softmax are not supported")

@@ -19,8 +19,7 @@ class NanoChat(Decoder):
 
     @staticmethod
     def read(fields: Fields) -> Config:
-        width = fields.int("intermediate_size", default=8192)
-        options = rotary(fields, positions=2048, activation="relu2", mlp_width=width, eps=1e-6, bias=False)
+        options = rotary(fields, positions=2048, activation="relu2", inner=8192, eps=1e-6, bias=False)
         options["rope"] = replace(options["rope"], backwards=True)
         return Config(
             affine=False,

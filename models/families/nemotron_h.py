@@ -60,7 +60,7 @@ class NemotronH(Decoder):
         sizes = fields.changed({"num_hidden_layers": len(kinds)})
         options: dict[str, Any] = rotary(
             sizes, positions=4096, activation="relu2", activation_field="mlp_hidden_act", kv_heads=8,
-            head_dim=128, mlp_width=fields.int("intermediate_size", default=21504), one_rope=False,
+            head_dim=128, inner=21504, one_rope=False,
         )  # fmt: skip
         return Config(
             **options,

@@ -17,10 +17,11 @@ from models.rope import BUFFERS
 BESIDE = tuple(map(re.compile, (r"mtp\..+", r"model\.visual\..+")))  # draft layers and encoders, unused for text
 
 
-def common(fields: Fields, *, kv_heads: int, mlp_width: int | None = None, interleaved: bool = False) -> dict[str, Any]:
+def common(fields: Fields, *, kv_heads: int, interleaved: bool = False, **sizes: Any) -> dict[str, Any]:
     """Read the arguments of a `Config` that are the same in Qwen3-Next and Qwen3.5; see `rotary` and `Recurrent`."""
-    sizes: dict[str, Any] = {"kv_heads": kv_heads, "head_dim": 256, "mlp_width": mlp_width}
-    found = rotary(fields, positions=32768, partial=0.25, eps=1e-6, bias=False, **sizes)
+    found = rotary(
+        fields, positions=32768, kv_heads=kv_heads, head_dim=256, partial=0.25, eps=1e-6, bias=False, **sizes
+    )
     step = fields.int("full_attention_interval", default=4)
     default = [RECURRENT if i % step else FULL for i in range(1, found["layers"] + 1)]
     kinds = layer_types(fields, default, (FULL, RECURRENT))
@@ -67,8 +68,7 @@ class Qwen3Next(Decoder):
 
     @staticmethod
     def read(fields: Fields) -> Config:
-        width = fields.int("intermediate_size", default=5632)
-        options = common(fields, kv_heads=2, mlp_width=width, interleaved=True)
+        options = common(fields, kv_heads=2, inner=5632, interleaved=True)
         rules = {"count": 512, "chosen": 10, "width": 512, "normalized": True}
         mixed = experts_by_step(fields, options["layers"], **rules, **shared(fields))
         return Config(experts=mixed, **options)

@@ -24,7 +24,7 @@ class Qwen2Moe(Decoder):
 
     @staticmethod
     def read(fields: Fields) -> Config:
-        options = rotary(fields, positions=32768, kv_heads=16, mlp_width=_mlp_width(fields, 5632), eps=1e-6)
+        options = rotary(fields, positions=32768, kv_heads=16, inner=5632, eps=1e-6)
         layers, window = options["layers"], optional_window(fields)
         first = fields.int("max_window_layers", default=28, low=0) if window else 0
         kinds = layer_types(fields, [SLIDING if i % 2 == 0 and i < first else FULL for i in range(layers)])
@@ -49,7 +49,7 @@ class Qwen3Moe(Decoder):
 
     @staticmethod
     def read(fields: Fields) -> Config:
-        options = rotary(fields, positions=32768, kv_heads=4, mlp_width=_mlp_width(fields, 6144), eps=1e-6, bias=False)
+        options = rotary(fields, positions=32768, kv_heads=4, inner=6144, eps=1e-6, bias=False)
         layers = options["layers"]
         return Config(
             head_norms="each",
@@ -67,7 +67,7 @@ class Mellum(Decoder):
 
     @staticmethod
     def read(fields: Fields) -> Config:
-        sizes: dict[str, Any] = {"kv_heads": 4, "head_dim": 128, "mlp_width": _mlp_width(fields, 7168)}
+        sizes: dict[str, Any] = {"kv_heads": 4, "head_dim": 128, "inner": 7168}
         options = rotary(fields, positions=131072, one_rope=False, **sizes, eps=1e-6, bias=False)
         layers, width = options["layers"], fields.int("moe_intermediate_size", default=896)
         window = fields.int("sliding_window", None, high=2**31) if "sliding_window" in fields.config else 1024
@@ -93,7 +93,7 @@ class Flint(Decoder):
     @staticmethod
     def read(fields: Fields) -> Config:
         last = fields.int("num_hidden_layers", 49, high=2**14) - 1
-        options = _windowed(fields, lambda i: i < 2 or i % 4 == 1 or i == last, mlp_width=_mlp_width(fields, 6144))
+        options = _windowed(fields, lambda i: i < 2 or i % 4 == 1 or i == last, inner=6144)
         if fields.config.get("mlp_only_layers") is None:
             fields = fields.changed({"mlp_only_layers": [0, 1]})
         shared = fields.int("shared_expert_intermediate_size", default=1024)
@@ -142,11 +142,6 @@ def _windowed(fields: Fields, full: Callable[[int], bool], **sizes: Any) -> dict
         "windows": windows(fields, kinds, window),
         "ropes": tuple(options["rope"] if kind == SLIDING else None for kind in kinds),
     }
-
-
-def _mlp_width(fields: Fields, default: int) -> int:
-    """Read the width of the MLP in layers without experts."""
-    return fields.int("intermediate_size", default=default)
 
 
 def experts_by_step(

@@ -7,7 +7,7 @@ from models.decoder import Decoder
 from models.families.bailing import BailingMoe2
 from models.families.deepseek_v2 import NAMES, latent_attention, mixture
 from models.families.deepseek_v3 import interleaved, note_choice_bias, sigmoids
-from models.reading import renamed, rotary
+from models.reading import after_dense, renamed, rotary
 
 # The published fields, and those that transformers saves.
 FIELDS = {"num_experts": "n_routed_experts", "num_shared_experts": "n_shared_experts"}
@@ -27,11 +27,9 @@ class SarvamMoe(Decoder):
     @staticmethod
     def read(fields: Fields) -> Config:
         fields = renamed(fields, FIELDS | {"use_qkv_bias": "attention_bias"})
-        width = fields.int("intermediate_size", default=8192)
-        sizes = {"kv_heads": 4, "head_dim": 64, "mlp_width": width, "partial": 1.0, "theta": 8e6}
+        sizes = {"kv_heads": 4, "head_dim": 64, "inner": 8192, "partial": 1.0, "theta": 8e6}
         options = rotary(fields, positions=131072, eps=1e-6, bias=False, **sizes)
-        first = fields.int("first_k_dense_replace", default=1, low=0)
-        sparse, rules = [i >= first for i in range(options["layers"])], sigmoids(fields, groups=1, kept=1)
+        sparse, rules = after_dense(fields, options["layers"], 1), sigmoids(fields, groups=1, kept=1)
         return Config(
             out_bias=False,
             head_norms="each" if fields.bool("use_qk_norm", default=True) else "",
@@ -56,8 +54,7 @@ class SarvamMla(Decoder):
         options = latent_attention(
             fields, positions=4096, mlp_width=16384, query_rank=0, interleaved=interleaved(fields)
         )
-        first = fields.int("first_k_dense_replace", default=1, low=0)
-        sparse, rules = [i >= first for i in range(options["layers"])], sigmoids(fields, groups=1, kept=1)
+        sparse, rules = after_dense(fields, options["layers"], 1), sigmoids(fields, groups=1, kept=1)
         return Config(
             experts=mixture(fields, sparse, count=128, width=2048, shared=1, scale=2.5, chosen=8, **rules), **options
         )
