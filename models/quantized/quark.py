@@ -146,38 +146,29 @@ def _scheme(layer: Fields, fields: Fields, reorder: bool, old: bool, *, cached: 
         old: the config is of a version before 1.0 that does not tell how it was exported.
         cached: outputs may be rounded to float8.
     """
+    where = f"quark: {layer.prefix.removeprefix(fields.prefix)}"
     for name in ("weight", "bias", "input_tensors", "output_tensors"):
         if isinstance(layer.config.get(name), list):
-            raise unsupported(fields, f"quark: {layer.prefix.removeprefix(fields.prefix)}{name} of several stages")
+            raise unsupported(fields, f"{where}{name} of several stages")
     weight, inputs, outputs = (layer.sub(name) for name in ("weight", "input_tensors", "output_tensors"))
     if layer.sub("bias"):
-        raise unsupported(fields, f"quark: {layer.prefix.removeprefix(fields.prefix)}bias, a quantized bias")
+        raise unsupported(fields, f"{where}bias, a quantized bias")
     if outputs and not (cached and outputs.str("dtype").startswith("fp8")):
-        raise unsupported(
-            fields,
-            f"quark: {layer.prefix.removeprefix(fields.prefix)}output_tensors other than fp8 of {', '.join(CACHED)}",
-        )
+        raise unsupported(fields, f"{where}output_tensors other than fp8 of {', '.join(CACHED)}")
     if inputs and inputs.str("dtype") in INTEGERS:
         symmetric = inputs.bool("symmetric", default=True)
         if not inputs.bool("is_dynamic", default=False) or not symmetric:
-            raise unsupported(
-                fields,
-                f"quark: {layer.prefix.removeprefix(fields.prefix)}input_tensors of integers, static or asymmetric",
-            )
+            raise unsupported(fields, f"{where}input_tensors of integers, static or asymmetric")
     if weight is None:
         return None
     kind, sharing = weight.str("dtype"), weight.str("qscheme", "")
     if weight.bool("is_dynamic", default=False) or weight.str("zero_point_type", "int32") == "float32":
-        raise unsupported(
-            fields,
-            f"quark: {weight.prefix.removeprefix(fields.prefix)[:-1]} that is dynamic, or with zero points of float32",
-        )
+        raise unsupported(fields, f"{where}weight that is dynamic, or with zero points of float32")
     powers = weight.str("scale_format", None)
     if kind == FLOAT4 and (sharing, powers, weight.int("group_size", 0, low=0)) == ("per_group", "e8m0", GROUP):
         return Mxfp4("weight", "weight_scale", parted=False)
     if kind not in (*INTEGERS, FLOAT8) or powers not in (None, "float32"):
-        where = weight.prefix.removeprefix(fields.prefix)
-        what = f"quark: {where}dtype {kind[:80]!r} with scale_format {powers!r} (read: {', '.join(READ)})"
+        what = f"{where}weight.dtype {kind[:80]!r} with scale_format {powers!r} (read: {', '.join(READ)})"
         raise unsupported(fields, what)
     grid = _grid(weight, kind, sharing, fields, old)
     if kind == FLOAT8:

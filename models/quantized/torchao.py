@@ -15,6 +15,7 @@ Activations are not rounded, even if `act_quant_kwargs`, `activation_quantizatio
 import json
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -186,11 +187,16 @@ def parse(fields: Fields) -> TorchAO:
     return TorchAO()
 
 
-def _names(metadata: Mapping[str, str], where: str) -> list[str]:
+def _parsed(metadata: Mapping[str, str], name: str) -> Any:
+    """Return the JSON of a key; None if there is none."""
     try:
-        found = json.loads(metadata[NAMES])
+        return json.loads(metadata[name])
     except (KeyError, ValueError, RecursionError):
-        found = None
+        return None
+
+
+def _names(metadata: Mapping[str, str], where: str) -> list[str]:
+    found = _parsed(metadata, NAMES)
     if not isinstance(found, list) or not all(isinstance(name, str) for name in found):
         remedy = "Save the model again with transformers 5 and a torchao of its time, as safetensors."
         raise CheckpointError(f"its metadata do not list torchao's tensors ({NAMES})", where=where, remedy=remedy)
@@ -198,10 +204,7 @@ def _names(metadata: Mapping[str, str], where: str) -> list[str]:
 
 
 def _object(metadata: Mapping[str, str], name: str, where: str) -> dict[str, object]:
-    try:
-        found = json.loads(metadata[name])
-    except (KeyError, ValueError, RecursionError):
-        found = None
+    found = _parsed(metadata, name)
     if not isinstance(found, dict):
         raise CheckpointError(f"its metadata do not describe {show(name)} (expected a JSON object)", where=where)
     return found
