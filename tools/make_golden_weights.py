@@ -7,7 +7,7 @@ import torch
 import transformers
 from transformers import AutoModelForCausalLM, AutoModelForImageTextToText, AutoModelForSequenceClassification
 
-from tools.golden.base import draw_all, write_tensors
+from tools.golden.base import draw_all
 
 # Of tokens and positions.
 TABLES = (
@@ -43,8 +43,8 @@ KINDS = {
 }
 
 
-def draw(folder: Path, seed: int, outputs: Sequence[str]) -> None:
-    """Random weights of the names and shapes of the folder's model, tied ones once; `outputs`: see `draw_all`."""
+def draw(folder: Path, seed: int, outputs: Sequence[str], transposed: Sequence[str] = ()) -> dict[str, torch.Tensor]:
+    """Random weights of the names and shapes of the folder's model, tied ones once; see `draw_all`."""
     config = transformers.AutoConfig.from_pretrained(folder)
     scores = config.architectures[0].endswith("ForSequenceClassification")
     kind = KINDS.get(config.architectures[0].rpartition("For")[2], AutoModelForCausalLM)
@@ -57,13 +57,13 @@ def draw(folder: Path, seed: int, outputs: Sequence[str]) -> None:
     heads = ["score.weight"] if scores else ["lm_head.weight", "decoder.weight"]
     tables = embeddings or [name for name in shapes if name.endswith("embeddings.weight")]  # the latter of Mamba
     head = next((name for name in heads if name in shapes), tables[0])
-    tensors = draw_all(shapes, seed, embeddings=embeddings, head=head, outputs=outputs)
+    tensors = draw_all(shapes, seed, embeddings=embeddings, head=head, outputs=outputs, transposed=transposed)
     tensors |= {name: x * x.shape[1] ** 0.5 for name, x in tensors.items() if name.endswith(DIVIDED)}
     for old, new in PUBLISHED.get(config.model_type, {}).items():
         tensors = {name.replace(old, new): x for name, x in tensors.items()}
     if config.model_type in CONVOLVED_APART:
         tensors = {own: part for name, x in tensors.items() for own, part in convolved_apart(name, x)}
-    write_tensors(folder / "model.safetensors", tensors, "bfloat16")
+    return tensors
 
 
 def convolved_apart(name: str, x: torch.Tensor) -> Iterator[tuple[str, torch.Tensor]]:

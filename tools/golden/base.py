@@ -14,7 +14,6 @@ import torch
 from tools.random_checkpoint import BOS, tokenizer_json, write_safetensors
 
 VOCAB = 104
-EMBEDDING = "model.embed_tokens.weight"
 FEW = (  # searches of variants that change nothing about searches, see `make_golden.Run`
     (1, 1.0, False, 1, "own", 24),
     (4, 0.6, "never", 4, "several", 24),
@@ -117,21 +116,13 @@ def draw_all(
     return drawn
 
 
-def add_head(shapes: dict[str, tuple[int, ...]], config: Mapping[str, Any], *, tied: bool = False) -> str:
-    """Add the matrix of scores or logits, if it is not tied (without the field: `tied`); returns its name."""
-    scores = "num_labels" in config
-    if not scores and config.get("tie_word_embeddings", tied):
-        return EMBEDDING
-    head = "score.weight" if scores else "lm_head.weight"
-    shapes[head] = (1 if scores else VOCAB), config["hidden_size"]
-    return head
-
-
 def variants(
     config: Mapping[str, Any],
     changes: Mapping[str, Mapping[str, Any]],
     others: Mapping[str, Mapping[str, Any]],
     outputs: Sequence[str] = ("o_proj.weight", "down_proj.weight"),
+    transposed: Sequence[str] = (),
+    alter: Callable[[str, dict[str, torch.Tensor]], dict[str, torch.Tensor]] = lambda _, drawn: drawn,
 ) -> dict[str, Variant]:
     """The variants of a family whose weights have the names and shapes of transformers; all but `plain` have few
     searches.
@@ -139,14 +130,16 @@ def variants(
     Args:
         config: fields of all variants; changes: fields of each variant, by its name.
         others: arguments of `Variant`, by the variant's name.
-        outputs: see `draw_all`.
+        outputs, transposed: see `draw_all`.
+        alter: called with a variant's name and its drawn tensors, returns those of its file.
     """
 
     def write(name: str, folder: Path, seed: int) -> None:
         from tools.make_golden_weights import draw  # here, because it needs transformers
 
         write_checkpoint(folder, present(config, changes[name]), {})
-        draw(folder, seed, outputs)
+        drawn = draw(folder, seed, outputs, transposed)
+        write_tensors(folder / "model.safetensors", alter(name, drawn), "bfloat16")
 
     return {
         name: Variant(partial(write, name), **{"grid": () if name.startswith("plain") else FEW, **others.get(name, {})})

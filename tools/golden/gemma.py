@@ -1,10 +1,10 @@
 """Gemma 1, 2 and 3: caps, windows and rotary tables by layer, both spellings, other kinds of layers, scalar heads."""
 
-from functools import partial
-from pathlib import Path
 from typing import Any
 
-from tools.golden.base import ABSENT, BORDER, EMBEDDING, VOCAB, Variant, add_head, draw_all, present, write_checkpoint
+import torch
+
+from tools.golden.base import ABSENT, BORDER, VOCAB, variants
 
 WIDTH, MLP, SIZE = 24, 40, 10
 PLAIN = {"rope_type": "default", "rope_theta": 10000.0}
@@ -58,35 +58,18 @@ OTHERS: dict[str, dict[str, Any]] = {
 }
 
 
-def write(name: str, folder: Path, seed: int) -> None:
-    config = present(CONFIG, CHANGES[name])
-    first = config["model_type"] == "gemma"
-    layers, q, kv = config["num_hidden_layers"], 4 * SIZE, config["num_key_value_heads"] * SIZE
-    layer: dict[str, tuple[int, ...]] = {
-        "input_layernorm": (WIDTH,), "self_attn.q_proj": (q, WIDTH), "self_attn.k_proj": (kv, WIDTH),
-        "self_attn.v_proj": (kv, WIDTH), "self_attn.o_proj": (WIDTH, q), "post_attention_layernorm": (WIDTH,),
-        "mlp.gate_proj": (MLP, WIDTH), "mlp.up_proj": (MLP, WIDTH), "mlp.down_proj": (WIDTH, MLP),
-    }  # fmt: skip
-    if not first:
-        layer |= dict.fromkeys(("pre_feedforward_layernorm", "post_feedforward_layernorm"), (WIDTH,))
-    if config["model_type"] == "gemma3_text":
-        layer |= dict.fromkeys(("self_attn.q_norm", "self_attn.k_norm"), (SIZE,))
-    shapes = {EMBEDDING: (VOCAB, WIDTH), "model.norm.weight": (WIDTH,)}
-    shapes |= {f"model.layers.{i}.{part}.weight": layer[part] for i in range(layers) for part in layer}
-    if config.get("attention_bias"):
-        biased = [part for part in layer if part.startswith("self_attn.") and part.endswith("_proj")]
-        shapes |= {f"model.layers.{i}.{part}.bias": layer[part][:1] for i in range(layers) for part in biased}
-    head = add_head(shapes, config, tied=True)
-    drawn = draw_all(shapes, seed, embeddings=[EMBEDDING], head=head)
-    for key, shape in shapes.items():
-        if len(shape) == 1 and key.endswith(".weight"):
-            drawn[key] -= 1  # norms multiply by 1 + weight
-        # What attention and MLP add must count beside an embedding that is multiplied by the root of the width.
+def alter(name: str, drawn: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """Center norms on 0, and enlarge what attention and MLP add, to count beside an embedding that is multiplied by the
+    root of the width."""
+    first = name.startswith("one")
+    for key, x in drawn.items():
+        if x.dim() == 1 and key.endswith(".weight"):
+            x -= 1
         if first and key.endswith(("o_proj.weight", "down_proj.weight")):
-            drawn[key] *= 6
+            x *= 6
         if not first and key.endswith(("post_attention_layernorm.weight", "post_feedforward_layernorm.weight")):
-            drawn[key] += 3
-    write_checkpoint(folder, config, drawn)
+            x += 3
+    return drawn
 
 
-VARIANTS = {name: Variant(partial(write, name), **OTHERS[name]) for name in CHANGES}
+VARIANTS = variants(CONFIG, CHANGES, OTHERS, (), alter=alter)

@@ -1,7 +1,6 @@
 """gpt-oss: sinks, windows in turns, yarn, experts with biases whose gates reach their bounds; MXFP4 and floats."""
 
 import json
-from collections.abc import Mapping
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -9,7 +8,7 @@ from typing import Any
 import torch
 from safetensors.torch import load_file, save_file
 
-from tools.golden.base import ABSENT, FEW, VOCAB, Variant, draw_all, present, write_checkpoint, write_json
+from tools.golden.base import ABSENT, FEW, VOCAB, Variant, present, write_checkpoint, write_json, write_tensors
 
 YARN = {
     "rope_type": "yarn", "rope_theta": 150000.0, "factor": 4.0, "beta_fast": 32.0, "beta_slow": 1.0,
@@ -43,42 +42,20 @@ CHANGES: dict[str, dict[str, Any]] = {
 EXPERTS = "gate_up_proj", "down_proj"
 
 
-def shapes(config: Mapping[str, Any]) -> dict[str, tuple[int, ...]]:
-    """Names and shapes of the tensors of a checkpoint of floats."""
-    E, M, D, X = config["hidden_size"], config["intermediate_size"], config.get("head_dim", 64), 6
-    H, G = config["num_attention_heads"], config["num_key_value_heads"]
-    found: dict[str, tuple[int, ...]] = {"model.embed_tokens.weight": (VOCAB, E), "model.norm.weight": (E,)}
-    for i in range(config["num_hidden_layers"]):
-        layer = f"model.layers.{i}."
-        found |= {f"{layer}{name}_layernorm.weight": (E,) for name in ("input", "post_attention")}
-        for name, outs, ins in (("q", H * D, E), ("k", G * D, E), ("v", G * D, E), ("o", E, H * D)):
-            found[f"{layer}self_attn.{name}_proj.weight"] = (outs, ins)
-            if config.get("attention_bias", True):
-                found[f"{layer}self_attn.{name}_proj.bias"] = (outs,)
-        found |= {f"{layer}self_attn.sinks": (H,), f"{layer}mlp.router.weight": (X, E), f"{layer}mlp.router.bias": (X,)}
-        found |= {f"{layer}mlp.experts.gate_up_proj": (X, E, 2 * M), f"{layer}mlp.experts.down_proj": (X, M, E)}
-        found |= {f"{layer}mlp.experts.gate_up_proj_bias": (X, 2 * M), f"{layer}mlp.experts.down_proj_bias": (X, E)}
-    if config["architectures"][0].endswith("Classification"):
-        return found | {"score.weight": (1, E)}
-    return found if config["tie_word_embeddings"] else found | {"lm_head.weight": (VOCAB, E)}
-
-
 def write(name: str, folder: Path, seed: int) -> None:
     """Write a checkpoint with sinks above and below the scores, and some gates above 7, their bound."""
-    config = present(CONFIG, CHANGES[name])
-    every = shapes(config)
-    embedding = "model.embed_tokens.weight"
-    head = next((name for name in ("score.weight", "lm_head.weight") if name in every), embedding)
-    drawn = draw_all(every, seed, embeddings=[embedding], head=head, outputs=("o_proj.weight",))
+    from tools.make_golden_weights import draw  # here, because it needs transformers
+
+    write_checkpoint(folder, present(CONFIG, CHANGES[name]), {})
+    drawn = draw(folder, seed, ("o_proj.weight",))
     for tensor, x in drawn.items():
         if tensor.endswith("sinks"):
             drawn[tensor] = (x - 1) * 6
         elif tensor.endswith("gate_up_proj"):
             drawn[tensor] = x * 8
     if name != "mxfp4":
-        write_checkpoint(folder, config, drawn)
+        write_tensors(folder / "model.safetensors", drawn, "bfloat16")
         return
-    write_checkpoint(folder, config, {})
     parts = {}
     for tensor, x in drawn.items():
         parts |= packed(tensor, x) if tensor.endswith(EXPERTS) else {tensor: x.bfloat16()}

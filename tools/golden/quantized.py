@@ -256,11 +256,11 @@ RECIPES = {
         [("", gptq(4, 8, False, False))],
     ),
     "gptq_desc_act": Recipe(
-        partial(opt.write, {}), gptq_config(4, 16, sym=False, desc_act=True, checkpoint_format="gptq"),
+        opt.VARIANTS["plain"].write, gptq_config(4, 16, sym=False, desc_act=True, checkpoint_format="gptq"),
         [("", gptq(4, 16, False, True, ordered=True))],
     ),
     "gptq_conv1d": Recipe(
-        partial(gpt2.write, {}), gptq_config(8, -1, checkpoint_format="gptq"), [("", gptq(8, -1, True, True))],
+        gpt2.VARIANTS["plain"].write, gptq_config(8, -1, checkpoint_format="gptq"), [("", gptq(8, -1, True, True))],
         transposed=True,
     ),
     "gptq_dynamic": Recipe(
@@ -277,7 +277,7 @@ RECIPES = {
     ),
     "awq": Recipe(llama, AWQ, [("", awq(32))]),
     "awq_excluded": Recipe(
-        partial(opt.write, {}), AWQ | {"group_size": 16, "modules_to_not_convert": ["layers.0.self_attn"]},
+        opt.VARIANTS["plain"].write, AWQ | {"group_size": 16, "modules_to_not_convert": ["layers.0.self_attn"]},
         [(r".*layers\.0\.self_attn", None), ("", awq(16))],
     ),
     # every width of bits, a module that stays floats, an embedding and a head of their own

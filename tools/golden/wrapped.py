@@ -156,7 +156,7 @@ WRAPPERS = {
         {"rope_parameters": ABSENT, "rope_theta": 1e6, "rms_norm_eps": ABSENT,
          "rope_scaling": {"type": "mrope", "mrope_section": [1, 1, 1]}}),
     "gemma3": Wrapper(
-        partial(gemma.write, "three_v4"),
+        gemma.VARIANTS["three_v4"].write,
         {"architectures": ["Gemma3ForConditionalGeneration"], "model_type": "gemma3", "vision_config": SIGLIP,
          "image_token_index": 2, "boi_token_index": 2, "eoi_token_index": 2, "mm_tokens_per_image": 1},
         "inner", "multi_modal_projector.mm_soft_emb_norm.weight",
