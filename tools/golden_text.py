@@ -190,13 +190,17 @@ def tokenizers_with_templates():
             single=f"{bos} $A", pair=f"{bos} $A {bos}:1 $B:1", special_tokens=[(bos, tokenizer.token_to_id(bos))]
         )
 
-    byte_level = Tokenizer(models.BPE(ignore_merges=True))
+    def split_bytes(pattern, normalizer, **model):
+        made = Tokenizer(models.BPE(**model))
+        made.normalizer = normalizer
+        made.pre_tokenizer = pre_tokenizers.Sequence(
+            [pre_tokenizers.Split(Regex(pattern), "isolated"), pre_tokenizers.ByteLevel(False, use_regex=False)]
+        )
+        made.decoder = decoders.ByteLevel()
+        return trained(made, CORPUS, 420, [], initial_alphabet=pre_tokenizers.ByteLevel.alphabet())
+
     split = r"(?i:'s|'t)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
-    byte_level.pre_tokenizer = pre_tokenizers.Sequence(
-        [pre_tokenizers.Split(Regex(split), "isolated"), pre_tokenizers.ByteLevel(False, use_regex=False)]
-    )
-    byte_level.decoder = decoders.ByteLevel()
-    trained(byte_level, CORPUS, 420, [], initial_alphabet=pre_tokenizers.ByteLevel.alphabet())
+    byte_level = split_bytes(split, None, ignore_merges=True)
     special = ["<|begin|>", "<|end|>", "<|start_header_id|>", "<|end_header_id|>", "<|eot_id|>"]
     byte_level.add_special_tokens(special)
     byte_level.post_processor = Sequence([ByteLevel(trim_offsets=False), with_bos(byte_level, "<|begin|>")])
@@ -237,15 +241,6 @@ def tokenizers_with_templates():
     template = (GOLDEN / "templates" / "gemma3.jinja").read_text(encoding="utf-8")
     ends = {"bos_token": "<bos>", "eos_token": "<eos>", "unk_token": "<unk>", "add_bos_token": True}
     yield "gemma", gemma, {**ends, "chat_template": template}
-
-    def split_bytes(pattern, normalizer, **model):
-        made = Tokenizer(models.BPE(**model))
-        made.normalizer = normalizer
-        made.pre_tokenizer = pre_tokenizers.Sequence(
-            [pre_tokenizers.Split(Regex(pattern), "isolated"), pre_tokenizers.ByteLevel(False, use_regex=False)]
-        )
-        made.decoder = decoders.ByteLevel()
-        return trained(made, CORPUS, 420, [], initial_alphabet=pre_tokenizers.ByteLevel.alphabet())
 
     words = r"[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
     qwen = split_bytes(r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|" + words, normalizers.NFC())

@@ -3,7 +3,7 @@ experts; decays without bounds, other orders of layers, absent fields."""
 
 from typing import Any
 
-from tools.golden.base import ABSENT, VOCAB, variants
+from tools.golden.base import ABSENT, BLOCKS, VOCAB, variants
 
 CONFIG: dict[str, Any] = {
     "architectures": ["BailingHybridForCausalLM"], "model_type": "bailing_hybrid", "vocab_size": VOCAB,
@@ -30,6 +30,4 @@ CHANGES: dict[str, dict[str, Any]] = {
         ABSENT)
     | {"num_hidden_layers": 4, "num_experts": 16},
 }  # fmt: skip
-BLOCKS = {"logits": [(3, 3), (31, 2), (33, 4), (100, 40)], "prompts": (17, 40, 70)}  # blocks of 32 tokens
-
 VARIANTS = variants(CONFIG, CHANGES, dict.fromkeys(CHANGES, BLOCKS))

@@ -20,6 +20,7 @@ FEW = (  # searches of variants that change nothing about searches, see `make_go
     (15, 1.0, False, 15, "own", 24),
 )
 BORDER = {"logits": [(15, 4), (16, 4), (17, 4), (40, 4)], "prompts": (15, 16, 17, 5)}  # of windows of 16
+BLOCKS: dict[str, Any] = {"logits": [(3, 3), (31, 2), (33, 4), (100, 40)], "prompts": (17, 40, 70)}  # of 32 tokens
 ABSENT: Any = object()  # as the value of a config field: leave it out
 
 

@@ -3,7 +3,7 @@ of experts; layers listed by Kimi's numbers, by kinds, or not at all."""
 
 from typing import Any
 
-from tools.golden.base import ABSENT, VOCAB, variants
+from tools.golden.base import ABSENT, BLOCKS, VOCAB, variants
 
 CONFIG: dict[str, Any] = {
     "architectures": ["KimiLinearForCausalLM"], "model_type": "kimi_linear", "vocab_size": VOCAB, "hidden_size": 24,
@@ -33,6 +33,4 @@ CHANGES: dict[str, dict[str, Any]] = {
          "q_lora_rank", "rope_theta", "mla_use_nope", "model_max_length"), ABSENT)
     | {"num_hidden_layers": 5, "num_experts": 9},
 }  # fmt: skip
-BLOCKS = {"logits": [(3, 3), (31, 2), (33, 4), (100, 40)], "prompts": (17, 40, 70)}  # blocks of 32 tokens
-
 VARIANTS = variants(CONFIG, CHANGES, dict.fromkeys(CHANGES, BLOCKS))

@@ -2,8 +2,7 @@
 
 from typing import Any
 
-from tools.golden.base import ABSENT, VOCAB, variants
-from tools.golden.qwen3_5 import BLOCKS
+from tools.golden.base import ABSENT, BLOCKS, VOCAB, variants
 
 CONFIG: dict[str, Any] = {
     "architectures": ["MambaForCausalLM"], "model_type": "mamba", "vocab_size": VOCAB, "hidden_size": 24,

@@ -2,8 +2,7 @@
 
 from typing import Any
 
-from tools.golden.base import VOCAB, variants
-from tools.golden.qwen3_5 import BLOCKS
+from tools.golden.base import BLOCKS, VOCAB, variants
 
 CONFIG: dict[str, Any] = {
     "architectures": ["Mamba2ForCausalLM"], "model_type": "mamba2", "vocab_size": VOCAB, "hidden_size": 24,

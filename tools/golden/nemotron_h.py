@@ -2,8 +2,7 @@
 
 from typing import Any
 
-from tools.golden.base import ABSENT, VOCAB, variants
-from tools.golden.qwen3_5 import BLOCKS
+from tools.golden.base import ABSENT, BLOCKS, VOCAB, variants
 
 MAMBA, FULL, MLP = "linear_attention", "full_attention", "mlp"
 CONFIG: dict[str, Any] = {

@@ -3,7 +3,7 @@ attention layers, with and without rotary embeddings."""
 
 from typing import Any
 
-from tools.golden.base import ABSENT, VOCAB, variants
+from tools.golden.base import ABSENT, BLOCKS, VOCAB, variants
 
 CONFIG: dict[str, Any] = {
     "architectures": ["OlmoHybridForCausalLM"], "model_type": "olmo_hybrid", "vocab_size": VOCAB, "hidden_size": 24,
@@ -23,6 +23,4 @@ CHANGES: dict[str, dict[str, Any]] = {
     "defaults": dict.fromkeys((*SIZES, "layer_types", "num_key_value_heads", "hidden_act", "attention_bias"), ABSENT)
     | {"rope_parameters": ABSENT, "tie_word_embeddings": True, "num_hidden_layers": 3},
 }  # fmt: skip
-BLOCKS = {"logits": [(3, 3), (31, 2), (33, 4), (100, 40)], "prompts": (17, 40, 70)}  # blocks of 32 tokens
-
 VARIANTS = variants(CONFIG, CHANGES, dict.fromkeys(CHANGES, BLOCKS))

@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from tools.golden.base import ABSENT, VOCAB, variants
+from tools.golden.base import ABSENT, BLOCKS, VOCAB, variants
 
 ROPE = {"rope_type": "default", "rope_theta": 10000.0, "partial_rotary_factor": 0.25}
 CONFIG: dict[str, Any] = {
@@ -37,10 +37,6 @@ CHANGES: dict[str, dict[str, Any]] = {
     "classifier": {"architectures": ["Qwen3_5TextForSequenceClassification"], "num_labels": 1},
 }  # fmt: skip
 
-BLOCKS: dict[str, Any] = {
-    "logits": [(3, 3), (31, 2), (33, 4), (100, 40)],
-    "prompts": (17, 40, 70),
-}  # blocks of 32 tokens
 OTHERS: dict[str, dict[str, Any]] = dict.fromkeys(("recurrent", "recurrent_interval", "recurrent_taps"), BLOCKS)
 
 VARIANTS = variants(CONFIG, CHANGES, OTHERS)
