@@ -99,6 +99,7 @@ gpu:
 gpu-test:
 	@$(with_gpu) timeout --foreground -s INT -k 15 $(GPU_SECONDS) \
 		$$py -m pytest --full -m gpu $$(grep -rlE --include='test_*.py' 'mark\.gpu|tests\.marks' tests) -p no:benchmark --tb=short --durations=15 \
+		--continue-on-collection-errors \
 		$$($$py -c 'import xdist' 2>/dev/null && echo --numprocesses 8 --dist worksteal) $(ARGS)
 
 gpu-bench:

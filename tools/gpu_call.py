@@ -103,6 +103,7 @@ def tests(passed: Path) -> list[str]:
     files = [path for path in sorted((ROOT / "tests").rglob("test_*.py")) if MARKED.search(path.read_text("utf-8"))]
     command = [sys.executable, "-m", "pytest", "--full", "-m", "gpu", *(str(path.relative_to(ROOT)) for path in files)]
     command += ["-p", "no:benchmark", "-p", "no:cacheprovider", "--tb=short", "--durations=15"]
+    command += ["--continue-on-collection-errors"]  # without xdist, a file that lacks a package would cost all others
     command += ["-v", "-o", f"faulthandler_timeout={HANGING}"]  # if tests are ended, the log says which ran, and where
     command += [f"--deselect={line}" for line in passed.read_text().splitlines()] if passed.exists() else []
     with contextlib.suppress(ImportError):

@@ -108,3 +108,15 @@ def test_tests_that_have_passed_are_left_out_of_the_next_call(call, tmp_path):
     assert [x for x in gpu_call.tests(tmp_path / "kept/passed") if "--deselect" in x] == [
         "--deselect=tests/test_a.py::test_one[a b]", "--deselect=tests/test_b.py::test_two"
     ]  # fmt: skip
+
+
+def test_a_file_that_lacks_a_package_costs_no_other(monkeypatch, tmp_path):
+    (tmp_path / "tests").mkdir()
+    for name, line in {"a": "import absent_package", "b": "def test_b(): pass"}.items():
+        (tmp_path / f"tests/test_{name}.py").write_text(f"import pytest\npytestmark = pytest.mark.gpu\n{line}\n")
+    monkeypatch.setattr(gpu_call, "ROOT", tmp_path)
+    monkeypatch.setitem(sys.modules, "xdist", None)
+    command = [*gpu_call.tests(tmp_path / "passed"), "-c", "/dev/null", "--rootdir", "."]
+    command.remove("--full")  # of the project's conftest
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True)
+    assert done.returncode == 1 and "1 passed" in done.stdout and "absent_package" in done.stdout, done.stdout

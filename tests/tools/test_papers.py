@@ -1,10 +1,14 @@
 """The papers' comparisons at sizes that measure nothing: every part runs, and the page is written and kept."""
 
+import importlib.util
 import json
 import shutil
 import sys
 
 import pytest
+
+if importlib.util.find_spec("numpy") is None:
+    pytest.skip("needs NumPy", allow_module_level=True)
 
 from engine.demo import demo_folder
 from tests.marks import needs_figures
