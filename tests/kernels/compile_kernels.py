@@ -424,7 +424,7 @@ unspilled(attend(90, 2048, 64, torch.bfloat16, split=WHOLE, sinks=True))
 for capability, slopes in itertools.product((80, 90, 120), ("*fp32", "*bf16")):
     unspilled(attend(capability, 16, 64, torch.bfloat16, slopes=slopes), 8)
 unspilled(attend(90, 16, 128, torch.bfloat16, slopes="*fp32", cache="int8"))
-unspilled(attend(90, 2048, 128, torch.bfloat16, split=WHOLE, slopes="*fp32"))
+unspilled(attend(90, 2048, 128, torch.bfloat16, split=WHOLE, slopes="*fp32"), 8 if OLD else 0)
 unspilled(attend(90, 2048, 64, torch.float32, split=WHOLE, slopes="*bf16"))
 attend(90, 2048, 256, torch.bfloat16, split=WHOLE)
 for capability, windowed in zip(SHARED, (True, False, False), strict=True):  # Gemma 4
