@@ -30,3 +30,10 @@ def test_paragraphs_are_at_most_120_columns_wide(page: Path):
     text = re.sub(r"^ *```.*?^ *```$", "", page.read_text(encoding="utf-8"), flags=re.M | re.S)
     wide = [line for line in text.splitlines() if len(line) > 120 and not re.match(r"\s*\||    ", line)]
     assert not wide
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.relative_to(ROOT).as_posix())
+def test_commands_can_be_copied(page: Path):
+    """A command is one line, and a line is one command: a shell would take the rest of a wrapped one for another."""
+    lines = re.findall(r"^    (\S.*)", page.read_text(encoding="utf-8"), flags=re.M)
+    assert not [line for line in lines if re.match(r"tests/|-\w |to ", line) or line.count(" # ") > 1]
