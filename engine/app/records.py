@@ -32,6 +32,7 @@ from search.base import REGISTRY, chosen, make_search, parameters, paths
 MAX_LINE = 64 << 20
 PROMPTS = ("prompt", "messages", "prompt_ids")
 TEMPLATE = ("tools", "template", "think")
+KEYS = ("id", *PROMPTS, *TEMPLATE, "response_format", "score", "embed", "params")  # of a line
 LIMITS = ("max_new_tokens", "stop", "ignore_eos", "eos_token_ids", "logprobs", "heal", "distinct", "adapter", "drafts")
 OPTIONS = (*LIMITS, *PLAIN_RULES, "parse_special")  # keys of params that belong to no search
 UNTRACEABLE = Scoring, TextVector  # they generate nothing
@@ -235,7 +236,8 @@ def make_request(
 
     Raises CoppiceError.
     """
-    _known(record, ["id", *PROMPTS, *TEMPLATE, "response_format", "score", "embed", "params"], "", known_params())
+    known = known_params()
+    _known(record, KEYS, "", {key: f'it is a key of params: "params": {{"{key}": ...}}' for key in known})
     if "embed" in record:
         return embed_record(record, engine.model), None
     if "score" in record:
@@ -244,7 +246,8 @@ def make_request(
     if len(given) != 1:
         raise UsageError(f"expected one of prompt, messages and prompt_ids, got {' and '.join(given) or 'none'}")
     params = _object(record, "params")
-    _known(params, known_params(), "params.")
+    flags = dict.fromkeys(vars(args), "only the command line has it, as a flag")
+    _known(params, known, "params.", flags | dict.fromkeys(KEYS, "it is a key of the line, beside params"))
     own_rules = _own_rules(record, params)
     name, generation = chosen(params, args.search), getattr(args, "generation", Generation())
     bounds = _bounds(params, args, with_changes(generation.rules_of(name) | rules(args), own_rules))
@@ -342,18 +345,15 @@ def _messages(value: Any) -> list[dict[str, Any]]:
     return value
 
 
-def _known(record: dict[str, Any], keys: Sequence[str], where: str, inner: Sequence[str] = ()) -> None:
-    """Check the keys of an object; `inner` are those of its `params`. Raises UsageError."""
+def _known(record: dict[str, Any], keys: Sequence[str], where: str, elsewhere: Mapping[str, str]) -> None:
+    """Check the keys of an object; `elsewhere` has remedies for keys of other places. Raises UsageError."""
     for key in record:
         if key not in keys:
-            if key in inner:
-                raise UsageError(
-                    f"{key}: no such key of a line", remedy=f'it is a key of params: "params": {{"{key}": ...}}'
-                )
             near = difflib.get_close_matches(key[:100], keys, 1)
             rest = "--help all lists them, as flags" if where else f"known: {', '.join(keys)}"
-            remedy = f"did you mean {near[0]}?" if near else rest
-            raise UsageError(f"{where}{key[:100]}: no such key", remedy=remedy)
+            remedy = elsewhere.get(key) or (f"did you mean {near[0]}?" if near else rest)
+            of = " of a line" if key in elsewhere and not where else ""
+            raise UsageError(f"{where}{key[:100]}: no such key{of}", remedy=remedy)
 
 
 def _show(value: Any) -> str:
@@ -379,7 +379,7 @@ def embed_record(record: Mapping[str, Any], model: LoadedModel) -> Request:
     if other := next((key for key in record if key not in ("id", "embed", "params")), None):
         raise UsageError(f"{other}: a line with embed has no other text")
     params = _object(record, "params")
-    _known(params, ["pooling", "normalize", "dimensions", "adapter"], "params.")
+    _known(params, ["pooling", "normalize", "dimensions", "adapter"], "params.", {})
     search = embedding_of(model, params.get("pooling"), params.get("normalize"), params.get("dimensions"))
     return embedding_request(model, record["embed"], search, adapter=params.get("adapter"), name="embed")
 
