@@ -153,7 +153,8 @@ def test_the_bundled_demo_by_default(capsys):
     events = json.loads(Path("here/trace.json").read_text())["traceEvents"]
     assert sum(e["name"] == "step" and e.get("cat") == "user_annotation" for e in events) in (1, 2)
     assert json.loads(Path("here/result.json").read_text())["parts"] == found["parts"]
-    assert Path("here/timeline.svg").exists() == HAS_FIGURES
+    assert Path("here/timeline.svg").exists() == HAS_FIGURES == ("saved: here/timeline.svg" in told.err)
+    assert "saved: here/trace.json" in told.err
 
 
 @pytest.mark.parametrize(

@@ -27,7 +27,7 @@ def draw(path: str | Path, size: tuple[float, float], paint: Callable[[Any], Non
         figure = Figure(figsize=size, layout="constrained")
         paint(figure)
         figure.savefig(path, metadata={"Date": None} if path.suffix == ".svg" else None)
-    progress(f"saved: {path.name}")
+    progress(f"saved: {path}")
 
 
 def log_axis(axis: Any, values: Sequence[float]) -> None:

@@ -193,7 +193,7 @@ class Profile:
             raise UsageError(f"--trace-from: the search ended after {len(steps)} steps, got {self.window.start}")
         path = self.out / "trace.json"
         profiler.export_chrome_trace(str(path))
-        progress(f"saved: {path.name} (open it at ui.perfetto.dev)")
+        progress(f"saved: {path} (open it at ui.perfetto.dev)")
         dtype = self.engine.pool.cache.k_LGSD.dtype
         return steps, *read_profile(profiler, dtype, watch.attention(self.window) if self.deep else None)
 
