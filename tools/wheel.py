@@ -1,7 +1,7 @@
 """Makes a wheel with the C++ kernels inside: `python -m tools.wheel --output DIR`, in a checkout.
 
-An installed wheel needs no compiler: it holds kernels for x86-64-v3 up to AVX-512 with BF16, or for ARM, and the best
-that the processor runs are loaded. `--machine aarch64` makes the wheel for the other kind of processor, with a cross
+An installed wheel needs no compiler: it holds kernels for x86-64 from AVX2 to AMX, or for ARM, and the best that the
+processor runs are loaded. `--machine aarch64` makes the wheel for the other kind of processor, with a cross
 compiler: CXX, else aarch64-linux-gnu-g++ (Debian: g++-aarch64-linux-gnu). The name of the wheel says which C library
 its kernels need; pip takes the wheel without kernels (`pip wheel .`) elsewhere.
 """
