@@ -177,13 +177,20 @@ def make_search(name: str, params: dict[str, Any]) -> Search:
         if key not in known:
             raise UsageError(f"{key}: the search {name!r} has no such parameter", remedy=_remedy(key, params, known))
     cls, values = REGISTRY[name], {known[key]: value for key, value in params.items()}
-    if is_ours(cls):  # their constructors check the values
-        try:
+    try:
+        if is_ours(cls):  # their constructors check the values
             return cls(**values)
-        except UsageError as error:  # it begins with the name of a field
-            field, colon, rest = error.what.partition(":")
-            key = next((key for key in params if known[key] == field), field)
-            raise UsageError(f"{key}{colon}{rest}", where=error.where, remedy=error.remedy) from None
+        _convert(name, cls, values, known)
+        with attributed(cls):
+            return cls(**values)
+    except UsageError as error:  # a constructor's begins with the name of a field
+        field, colon, rest = error.what.partition(":")
+        key = next((key for key in known if known[key] == field), field)
+        raise UsageError(f"{key}{colon}{rest}", where=error.where, remedy=error.remedy) from None
+
+
+def _convert(name: str, cls: type, values: dict[str, Any], known: Mapping[str, str]) -> None:
+    """Convert values to the types of the fields of an outside search. Raises UsageError."""
     accepted = kinds(cls)
     for key, field in known.items():
         if field in values:
@@ -195,8 +202,6 @@ def make_search(name: str, params: dict[str, Any]) -> Search:
             raise UsageError(
                 f"{key}: the search {name!r} has no default for it", remedy=f"give --{key.replace('_', '-')}"
             )
-    with attributed(cls):
-        return cls(**values)
 
 
 def _remedy(key: str, params: Collection[str], known: Collection[str]) -> str:

@@ -386,3 +386,23 @@ def test_entry_points(
     names = [line.split()[0] for line in out.splitlines()]
     assert end.value.code == 0 and {"greedy", "offered", "other-name"} <= {*names} and "gone" not in names
     assert err.count("of the distribution bad-thing is unusable") == 3 and "'trie'" in err
+
+
+@pytest.mark.parametrize("given", [{"toy_depth": 1}, {"toy_width": 5}])
+def test_errors_of_a_constructor_name_parameters_as_the_command_line_does(given: dict[str, int]):
+    @register("toy")
+    @dataclass(frozen=True)
+    class Toy(Search):
+        depth: int = 2
+        width: int = 1
+
+        def __post_init__(self):
+            if self.depth <= self.width:
+                raise UsageError(f"depth: expected more, got {self.depth}")
+
+        def run(self, task):
+            yield Evaluate(task.tree, [task.tree.root])
+            return SearchResult([Output([5], 0.0, 0.0, "length")])
+
+    with pytest.raises(UsageError, match=r"^toy_depth: expected more"):
+        make_search("toy", given)
