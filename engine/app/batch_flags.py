@@ -2,6 +2,7 @@
 `--help` and wrong flags are quick."""
 
 import argparse
+from collections.abc import Mapping
 from typing import Any
 
 from engine.app import cli
@@ -83,9 +84,9 @@ def deciding(args: argparse.Namespace) -> dict[str, Any]:
     return {name: value for name, value in rest.items() if value != parser.get_default(name)}
 
 
-def add_request_flags(parser: cli.Parser, command: str) -> None:
-    """Add the flags of every command that answers lines; for `command` see `add_load_flags`."""
-    cli.add_load_flags(parser, command)
+def add_request_flags(parser: cli.Parser, command: str, **others: Mapping[str, Any]) -> None:
+    """Add the flags of every command that answers lines; for the arguments see `add_load_flags`."""
+    cli.add_load_flags(parser, command, **others)
     cli.add_template_flags(parser)
     cli.add_prompt_flags(parser)
     cli.add_search_flags(parser)

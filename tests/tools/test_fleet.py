@@ -147,6 +147,12 @@ def test_a_model_that_cannot_be_loaded_ends_the_run(lines, tmp_path, capsys):
     assert "config.json" in capsys.readouterr().err
 
 
+def test_a_worker_has_the_one_thread_that_help_says():
+    parser = make_parser()
+    assert "limit of CPU threads of a worker (1)" in parser.format_help()
+    assert Worker(["--input", "", "--output", "", *FLAGS]).args.threads == 1
+
+
 def test_flags_that_answers_depend_on():
     def of(*flags):
         return depended_on(make_parser().parse_args(["--input", "a", "--output", "b", *flags]))

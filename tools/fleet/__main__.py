@@ -73,7 +73,7 @@ def answers(args: argparse.Namespace, flags: Sequence[str], lines: Sequence[Line
         context.enable_progress_bars = False
         size = args.block or max(1, min(MOST, len(lines) // (BLOCKS * args.workers)))
         rows = data.from_items([line._asdict() for line in lines], override_num_blocks=-(-len(lines) // size))
-        options = {"num_cpus": args.threads or 1, "num_gpus": int(_on_gpu(args)), "max_task_retries": RETRIES}
+        options = {"num_cpus": args.threads, "num_gpus": int(_on_gpu(args)), "max_task_retries": RETRIES}
         pool = data.ActorPoolStrategy(size=args.workers, max_tasks_in_flight_per_actor=2)
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # no other argument of this version limits how often a block is tried
@@ -107,7 +107,7 @@ def _join(ray: Any, args: argparse.Namespace) -> None:
     """Start Ray on this machine, or join a cluster. Raises ProcessError."""
     options: dict[str, Any] = {"address": args.address}
     if args.address is None:
-        options = {"address": "local", "num_cpus": args.workers * (args.threads or 1), "include_dashboard": False}
+        options = {"address": "local", "num_cpus": args.workers * args.threads, "include_dashboard": False}
     try:
         ray.init(log_to_driver=args.verbose, logging_level="ERROR", runtime_env={"env_vars": _environment()}, **options)
     except (ConnectionError, RuntimeError, ValueError, OSError) as error:

@@ -29,7 +29,6 @@ class Worker:
 
     def __init__(self, flags: Sequence[str]):
         self.args = make_parser().parse_args(flags)
-        self.args.threads = self.args.threads or 1
         self.fault: CoppiceError | None = None
         try:
             self.engine = load_engine(self.args)
@@ -87,7 +86,7 @@ order of the input. A run that ended early continues when the same command is st
 replaced, and its lines are given to another one: no line is lost or answered twice.
 
 Without --address, Ray starts on this machine; with --address HOST:PORT (or auto) the run joins a Ray cluster, whose
-machines all have coppice and the model's folder at the same path. Each worker has --threads threads (1) and, with
+machines all have coppice and the model's folder at the same path. Each worker has --threads threads and, with
 --device cuda, a GPU.
 
 exit codes: as of engine.batch; 6 a worker ended too often, or Ray cannot be reached.
@@ -105,7 +104,7 @@ def make_parser() -> Parser:
     group.add_argument("--workers", type=positive, default=1, metavar="N", help="processes, each with a model (1)")
     group.add_argument("--address", metavar="HOST:PORT", help="address of a Ray cluster (this machine alone)")
     group.add_argument("--block", type=positive, metavar="N", help="lines of a block (by their number)")
-    add_request_flags(parser, "fleet")
+    add_request_flags(parser, "fleet", threads={"default": 1, "help": "limit of CPU threads of a worker (1)"})
     add_verbosity_flags(parser)
     return parser
 
