@@ -216,12 +216,13 @@ def tokens_fault(request: Evaluate, vocab_size: int, max_positions: int | None) 
     return ""
 
 
-def result_fault(result: Any, vocab_size: int | None) -> str:
+def result_fault(result: Any, vocab_size: int | None, settled: Sequence[int] = ()) -> str:
     """The fault of a value that a search returned; "" if there is none.
 
     Args:
         result: the value.
         vocab_size: tokens that can be generated; None leaves the values in the outputs and the statistics unchecked.
+        settled: the tokens that its reports have settled, which may have been shown.
     """
     if not isinstance(result, SearchResult):
         return f"expected it to return a SearchResult, got {brief(result)}"
@@ -243,6 +244,8 @@ def result_fault(result: Any, vocab_size: int | None) -> str:
         reason = output.finish_reason
         if not isinstance(reason, str) or reason not in FINISH_REASONS:
             return f"Output.finish_reason: expected one of {', '.join(FINISH_REASONS)}, got {brief(reason)}"
+    if list(outputs[0].token_ids[: len(settled)]) != list(settled):
+        return f"Report.settled: expected the first tokens of the best output, got {brief(list(settled))}"
     try:
         json.dumps(result.record(0), allow_nan=False)
     except (TypeError, ValueError, RecursionError) as error:

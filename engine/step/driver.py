@@ -351,7 +351,8 @@ class Driver:
                     job.drafts.answered(len(pending.known))
                 error, answer, job.pending = None, pending.partial.answer(), None
         except StopIteration as stop:
-            wrong = checks.result_fault(stop.value, self.runners["target"].vocab_size if job.foreign else None)
+            vocab = self.runners["target"].vocab_size if job.foreign else None
+            wrong = checks.result_fault(stop.value, vocab, job.settled)
             if wrong:
                 self._end(job, error=checks.ContractError(wrong))
             else:

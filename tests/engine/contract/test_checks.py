@@ -246,6 +246,15 @@ def returns(value):
     return steps
 
 
+def settles(*tokens):
+    def steps(task):
+        yield ask(task)
+        yield Report(settled=tokens)
+        return DONE
+
+    return steps
+
+
 @pytest.mark.parametrize(
     ("steps", "says"),
     [
@@ -287,6 +296,8 @@ def returns(value):
         (returns(SearchResult([Output([5], 0.0, 0.0, None)])), "Output.finish_reason: expected one of eos, stop"),
         (returns(SearchResult([Output([5], 0.0, 0.0, "done")])), "constraint, interrupted, got 'done'"),
         (returns(SearchResult([Output([5], 0.0, 0.0, ["eos"])])), "constraint, interrupted, got ['eos']"),
+        (settles(6), "Report.settled: expected the first tokens of the best output, got [6]"),
+        (settles(5, 6), "Report.settled: expected the first tokens of the best output, got [5, 6]"),
     ],
 )
 def test_what_breaks_the_contract(engine: Engine, steps: Callable[..., Any], says: str):
