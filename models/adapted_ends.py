@@ -51,15 +51,16 @@ class AdaptedEnds:
         outs = {HEAD: (c.vocab_size, c.embedding_width or c.width)}
         each = list[LowRank | None]()
         for number, (adapter, found) in enumerate(zip(adapters, fitted, strict=True), 1):
-            if tensor := found.whole.get(names.embedding):
+            if tensor := found.whole.get(f"{names.embedding}.weight"):
                 self._tables[number] = adapter.read(tensor).to(device, copy=True)
             if changed := found.modules.get(names.embedding):
                 factors = adapter.factors(0, changed, dtype, small=small)
                 b_ER = factors.b_OR.to(wide) * factors.scale
                 b = FloatLinear([b_ER], None, dtype=wide, device=device)
                 self._added[number] = factors.a_RI.T.contiguous().to(device), b
-            if tensor := found.whole.get(HEAD):
-                bias = None if head.bias is None else [head.bias]
+            if tensor := found.whole.get(f"{HEAD}.weight"):
+                own = found.whole.get(f"{HEAD}.bias")
+                bias = [adapter.read(own)] if own else None if head.bias is None else [head.bias]
                 self._heads[number] = FloatLinear([adapter.read(tensor)], bias, dtype=dtype, device=device)
             each.append(low_rank([HEAD], adapter, found, outs, dtype, device, small=small, packed=packed))
         self._products = Adapters(*outs[HEAD], each) if any(each) else None

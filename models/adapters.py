@@ -33,7 +33,9 @@ KEY = re.compile(
     r"(?:base_model\.model\.)?(?P<module>.+)\.lora_(?:(?P<factor>[AB])(?:\.default)?\.weight"
     r"|embedding_(?P<table>[AB])(?:\.default)?)"
 )
-WHOLE = re.compile(r"(?:base_model\.model\.)?(?P<module>.+?)(?:\.base_layer|\.modules_to_save(?:\.default)?)?\.weight")
+WHOLE = re.compile(
+    r"(?:base_model\.model\.)?(?P<module>.+?)(?:\.base_layer|\.modules_to_save(?:\.default)?)?\.(?P<what>weight|bias)"
+)
 HALVES = (torch.bfloat16, torch.float16)
 REPLACED = "it is replaced, which is supported for the embedding and the head only"
 MERGE = "Merge it into its base (PEFT: merge_and_unload, then save_pretrained), and load the result."
@@ -72,8 +74,8 @@ class Adapted:
 
 @dataclass(frozen=True)
 class Fitted:
-    """An adapter's factors, and whole matrices [V, E] that replace the embedding or the head, by the model's names of
-    the modules."""
+    """An adapter's factors, by the model's names of the modules, and the tensors that replace those of the embedding
+    (weight) or the head (weight [V, E], bias [V]), by the model's names of these."""
 
     modules: Mapping[str, Adapted]
     whole: Mapping[str, str]
@@ -88,7 +90,7 @@ class Adapter:
         base: the model that it was made for, for messages; "" if it names none.
         file: its tensors.
         modules: the modules with factors, by their names in transformers.
-        whole: the tensors of modules that it replaces.
+        whole: the tensors of modules that it replaces, by the tensors' names in transformers.
         scale: a factor of the adapter's contribution, in addition to its own.
     """
 
@@ -155,16 +157,21 @@ class Adapter:
                 got = f"{a.shape[1]} to {b.shape[0]}"
                 faults.append(f"{show(module)}: expected factors from {width} elements to {outs}, got {got}")
             modules[name] = adapted
-        for module, tensor in self.whole.items():
+        for replaced, tensor in self.whole.items():
+            module, _, what = replaced.rpartition(".")
             if (name := named(module)) is None:
                 continue
             if name not in ends:
                 faults.append(f"{show(module)}: {REPLACED}")
                 continue
             wanted = ends[name] if name == HEAD else ends[name][::-1]
-            if (got := self.file.tensors[tensor].shape) != wanted:
-                faults.append(f"{show(module)}: expected a matrix {[*wanted]}, got {[*got]}")
-            whole[name] = tensor
+            if what == "bias":
+                wanted = wanted[:1] if name == HEAD and c.head_bias else None
+            if wanted is None:
+                faults.append(f"{show(module)}: the model has no bias there")
+            elif (got := self.file.tensors[tensor].shape) != wanted:
+                faults.append(f"{show(replaced)}: expected a tensor {[*wanted]}, got {[*got]}")
+            whole[f"{name}.{what}"] = tensor
         if faults:
             shown, more = "\n".join(f"  {fault}" for fault in faults[:5]), len(faults) - 5
             raise CheckpointError(
@@ -327,18 +334,21 @@ def _modules(
         if (key := KEY.fullmatch(name) or WHOLE.fullmatch(name)) is None or (key.re is WHOLE and ".lora_" in name):
             what = f"the adapter's tensor {show(name)} is no factor of LoRA of a linear layer, which is not supported"
             raise CheckpointError(what, where=show(folder / WEIGHTS), remedy=MERGE)
-        if key.re is WHOLE and len(info.shape) != 2:
+        if (key.re is WHOLE and len(info.shape) != 2) != name.endswith(".bias"):
             what = f"{show(key['module'])}: {REPLACED}"
             raise CheckpointError(what, where=show(folder / WEIGHTS), remedy=MERGE)
-        if len(info.shape) != 2 or info.dtype not in FLOATS.values():
-            raise error(f"{show(name)}: expected a matrix of floats, got {show(list(info.shape))} of {info.dtype}")
+        if len(info.shape) != (1 if name.endswith(".bias") else 2) or info.dtype not in FLOATS.values():
+            raise error(f"{show(name)}: expected floats, got {show(list(info.shape))} of {info.dtype}")
         if key.re is WHOLE:
-            if whole.setdefault(key["module"], name) != name:
-                raise error(f"{show(name)}: there are two such matrices of its module")
+            if whole.setdefault(f"{key['module']}.{key['what']}", name) != name:
+                raise error(f"{show(name)}: there are two such tensors of its module")
             continue
         place = pairs.setdefault((key["module"], key["factor"] is None), {})
         if place.setdefault(key["factor"] or key["table"], name) != name:
             raise error(f"{show(name)}: there are two such factors of its module")
+    for name in whole:
+        if f"{(module := name.rpartition('.')[0])}.weight" not in whole:
+            raise error(f"{show(module)} has a bias and lacks the weight")
     for name in fields.config.get("modules_to_save") or ():
         if not any(f".{name}." in f".{module}." for module in whole):
             raise error(f"modules_to_save names {show(str(name))}, of which the file has no weight")

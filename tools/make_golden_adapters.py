@@ -47,6 +47,8 @@ ADAPTERS = {  # name -> model, rank, alpha, modules, further options
     "gpt2_ends": ("gpt2/plain", 4, 8, ["wte", "lm_head"], {}),
     "opt_ends": ("opt/plain", 4, 8, ["embed_tokens", "fc1"], {}),
     "qwen3_5_gates": ("qwen3_5/plain", 4, 8, ["q_proj", "v_proj"], {}),
+    "phi_whole": ("phi/plain", 4, 8, ["fc1"], {"modules_to_save": ["lm_head"]}),
+    "phi_ends": ("phi/plain", 4, 8, ["lm_head", "fc1"], {}),
 }
 
 
@@ -64,7 +66,7 @@ def main() -> None:
         adapted = get_peft_model(base, options).eval()
         for parameter_name, parameter in adapted.named_parameters():
             if "lora_" in parameter_name or "modules_to_save" in parameter_name:
-                values = torch.randn(parameter.shape, generator=g) * 0.5 / parameter.shape[1] ** 0.5
+                values = torch.randn(parameter.shape, generator=g) * 0.5 / parameter.shape[-1] ** 0.5
                 parameter.data = values.bfloat16().float()
         ids = torch.randint(0, base.config.vocab_size, (TOKENS,), generator=g)
         with torch.no_grad():

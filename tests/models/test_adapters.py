@@ -221,6 +221,25 @@ def test_other_replaced_modules_are_refused_by_name(saved: str, shape: list[int]
     assert "merge_and_unload" in refused.value.remedy
 
 
+@pytest.mark.parametrize(
+    ("model", "name", "change", "says"),
+    [
+        ("llama/gqa", "llama_whole", {"lm_head.bias": torch.ones(104)}, "lm_head: the model has no bias"),
+        ("llama/gqa", "llama_whole", {"model.embed_tokens.bias": torch.ones(32)}, "tokens: the model has no bias"),
+        ("phi/plain", "phi_whole", {"lm_head.bias": torch.ones(7)}, r"bias: expected a tensor \[104\], got \[7\]"),
+        ("phi/plain", "phi_whole", {"lm_head.weight": None}, "lm_head has a bias and lacks the weight"),
+    ],
+)
+def test_other_biases_beside_replaced_weights_are_refused(
+    model: str, name: str, change: dict[str, torch.Tensor | None], says: str, tmp_path: Path
+):
+    file = copied(tmp_path, name) / "adapter_model.safetensors"
+    tensors = load_file(file) | {f"base_model.model.{key}": x for key, x in change.items()}
+    save_file({key: x for key, x in tensors.items() if x is not None}, file)
+    with pytest.raises(CheckpointError, match=says):
+        Engine.load(GOLDEN / model, adapters=[file.parent], **OPTIONS)
+
+
 @pytest.mark.parametrize("bias", ["lora_only", "all"])
 def test_biases_are_refused_where_there_are_any(bias: str, tmp_path: Path):
     folder = copied(tmp_path, bias=bias)
