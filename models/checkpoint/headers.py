@@ -400,9 +400,10 @@ class Checkpoint:
             if info and len(info.shape) == 2 and info.shape[0] == shape[0]:
                 readers[suffix] = RowReader(info, name)
             elif not part.optional:
-                what = f"{show(name)}: an embedding is read row by row, expected {shape[0]} rows"
-                remedy = "Use a checkpoint whose embedding has scales for each row, or is not quantised."
-                raise CheckpointError(what, where=show(self.tensors[name].file), remedy=remedy)
+                file, got = self.tensors[name].file, [*self.tensors[name].shape]
+                what = f"{show(name)}: an embedding is read row by row, expected {shape[0]} rows, got {got}"
+                remedy = "Use one whose embedding has scales for each row and no packed zeros, or is not quantised."
+                raise CheckpointError(what, where=show(file), remedy=remedy)
         return GroupedReader(scheme, shape[1], readers, stored)
 
 

@@ -216,8 +216,19 @@ def test_an_embedding_needs_scales_for_each_row(tmp_path):
     group = next(x for x in whole["config_groups"].values() if x["targets"] == ["Embedding"])
     group["weights"] |= {"strategy": "tensor", "group_size": None}
     folder = copied(tmp_path, "pack_bits", whole, **{"model.embed_tokens.weight_scale": torch.ones(1)})
-    with pytest.raises(CheckpointError, match="an embedding is read row by row, expected 104 rows"):
+    with pytest.raises(CheckpointError, match=r"an embedding is read row by row, expected 104 rows, got \[1\]"):
         Engine.load(folder, device="cpu", kv_memory="1M")
+
+
+def test_an_embedding_with_packed_zeros_is_refused_for_them(tmp_path):
+    """Several rows share a word of zeros."""
+    whole = json.loads((GOLDEN / "pack_bits" / "config.json").read_text())["quantization_config"]
+    group = next(x for x in whole["config_groups"].values() if x["targets"] == ["Embedding"])
+    group["weights"] |= {"symmetric": False}
+    zeros = {"model.embed_tokens.weight_zero_point": torch.zeros(13, 4, dtype=torch.int32)}
+    with pytest.raises(CheckpointError, match=r"weight_zero_point: .*expected 104 rows, got \[13, 4\]") as refused:
+        Engine.load(copied(tmp_path, "pack_bits", whole, **zeros), device="cpu", kv_memory="1M")
+    assert "no packed zeros" in refused.value.remedy
 
 
 @pytest.mark.parametrize(
