@@ -7,9 +7,11 @@ from typing import Any
 
 from models.checkpoint.fields import Fields
 from models.checkpoint.headers import Checkpoint
+from models.checkpoint.tensor_files import FLOATS
 from models.checkpoint.tensors import Cut
 from models.config import FULL, Config
 from models.decoder import Decoder
+from models.errors import CheckpointError, show
 from models.families.deepseek_v2 import NAMES
 from models.families.gpt_oss import CLAMPED, clamped_gates
 from models.reading import experts, layer_types, rotary, sparse_layers
@@ -56,9 +58,14 @@ class MiniMaxM3(Decoder):
 
     @classmethod
     def view(cls, checkpoint: Checkpoint) -> Checkpoint:
-        """Gate and up in one tensor, which transformers saves of the text model alone, are two."""
+        """Gate and up in one tensor, which transformers saves of the text model alone, are two. Raises CheckpointError
+        if it is quantised."""
         tensors = dict(checkpoint.tensors)
         for name, whole in checkpoint.tensors.items():
+            if ".gate_up_proj." in name and (whole.dtype not in FLOATS.values() or not name.endswith(".weight")):
+                what = f"{show(name)}: a quantised matrix of gate and up is not supported"
+                remedy = "Use a checkpoint with a gate_proj and an up_proj for each, or one that is not quantised."
+                raise CheckpointError(what, where=show(checkpoint.folder), remedy=remedy)
             if name.endswith(".gate_up_proj.weight") and len(whole.shape) == 2 and whole.shape[0] % 2 == 0:
                 rows, width = tensors.pop(name).shape
                 for number, half in enumerate((".gate_proj.", ".up_proj.")):

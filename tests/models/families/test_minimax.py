@@ -4,6 +4,7 @@ import json
 import re
 
 import pytest
+import torch
 
 from engine import Engine, UsageError
 from models.checkpoint.fields import Fields
@@ -49,6 +50,23 @@ def test_published_files(tmp_path):
         for each in (GOLDEN / "experts/minimax_three", folder)
     )
     assert found.equal(expected)
+
+
+@pytest.mark.parametrize("stored", ["weight", "weight_packed"])
+def test_a_quantised_matrix_of_gate_and_up_is_refused(stored, tmp_path):
+    def coded(tensors):
+        module = "model.layers.0.mlp.gate_up_proj"
+        x = tensors.pop(f"{module}.weight")
+        dtype = torch.int8 if stored == "weight" else torch.int32
+        return tensors | {f"{module}.{stored}": x.to(dtype), f"{module}.weight_scale": torch.ones(len(x), 1)}
+
+    weights = {"num_bits": 8, "type": "int", "strategy": "channel"}
+    layout = "int-quantized" if stored == "weight" else "pack-quantized"
+    groups = {"one": {"targets": ["re:.*gate_up_proj"], "weights": weights, "format": layout}}
+    config = {"quantization_config": {"quant_method": "compressed-tensors", "config_groups": groups}}
+    folder = changed(tmp_path, "experts/minimax_three", config, coded)
+    with pytest.raises(CheckpointError, match="a quantised matrix of gate and up is not supported"):
+        Engine.load(folder, dtype="float32")
 
 
 def test_texts_of_more_blocks_than_an_indexer_selects_are_refused(tmp_path):
