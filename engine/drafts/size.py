@@ -7,6 +7,12 @@ from engine.drafts import Draft
 from engine.step.timing import PassTime
 
 MAX_NODES = 64  # most nodes of the drafts of a pass
+ROWS_BYTES = 1 << 25  # bytes of the whole rows that a request keeps for drafted nodes
+
+
+def most_drafted(vocab_size: int) -> int:
+    """Return the most drafted nodes that a request adds to a pass."""
+    return min(MAX_NODES, ROWS_BYTES // (4 * vocab_size))
 
 
 class DraftSize:

@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 
 import torch
 
+from engine.drafts.size import most_drafted
 from engine.drafts.suffixes import full_store_bytes
 from engine.errors import UsageError
 from engine.load.experts import ExpertBytes, why_whole
@@ -117,6 +118,8 @@ def plan(options: LoadOptions, workload: Workload, runtime: int | None = None) -
     if find_spec("llguidance") is not None:
         lines["compiled grammars"] = KEPT_BYTES
     token, shapes, experts = 0, list[ModelShape](), None
+    auto_drafts = options.place.size == 1 and options.compile == "off" and not cpp.why_not()  # see `chosen_drafter`
+    drafts = auto_drafts if options.drafts == "auto" else options.drafts != "off"
     folders = {**options.folders, **({"draft": options.folder} if options.drafts == "mtp" else {})}
     for role, folder in folders.items():
         checkpoint, own_head = Checkpoint.open(folder), role == "draft" and options.drafts == "mtp"
@@ -138,11 +141,10 @@ def plan(options: LoadOptions, workload: Workload, runtime: int | None = None) -
             lines["weights of adapters"] = sum(adapter.bytes(small, precision.dtype) for adapter in adapters.values())
         if not own_head:
             lines[f"{name} tokenizer".strip()] = _pieces(checkpoint.vocabulary) or _tokenizer(checkpoint.folder)
-        lines[f"{name} scratch of a pass".strip()] = _scratch(size, precision.dtype, workload)
+        lines[f"{name} scratch of a pass".strip()] = _scratch(size, precision.dtype, workload, drafts)
         token += size.shape.kv_bytes_per_token(dtype_of_cache(options.kv_dtype, precision.dtype))
         shapes.append(size.shape)
-    auto_drafts = options.place.size == 1 and options.compile == "off" and not cpp.why_not()  # see `chosen_drafter`
-    if options.drafts == "suffix" or (options.drafts == "auto" and auto_drafts):
+    if drafts and options.drafts in ("suffix", "auto"):
         lines["suffix store, when full"] = full_store_bytes()
     return MemoryPlan(lines, token * shares_of(shapes), least_stores(shapes), experts)
 
@@ -206,6 +208,8 @@ def _remedies(options: LoadOptions, memory: int, workload: Workload, needed: int
     if options.kv_dtype == "auto":
         cheaper += [("--kv-dtype int8", replace(options, kv_dtype="int8"), workload)]
         cheaper += [(f"{flag} --kv-dtype int8", replace(other, kv_dtype="int8"), w) for flag, other, w in cheaper[:-1]]
+    if options.drafts != "off":
+        cheaper.append(("--drafts off", replace(options, drafts="off"), workload))
     fewer = [n for n in (8, 4, 2, 1) if n < workload.beams]
     for beams in fewer:
         cheaper.append((f"--beams {beams}", options, replace(workload, search=with_beams(workload.search, beams))))
@@ -255,8 +259,9 @@ def _of_file(path: Path, size: int) -> int:
     return TOKENIZER_LEAST + ENTRY * sum(len(part) for part in parts if isinstance(part, dict | list))
 
 
-def _scratch(size: ModelSize, dtype: torch.dtype, workload: Workload) -> int:
-    """Bytes that a pass computes (kernels/stack/native.cpp), and log-probabilities of the rows of searches."""
+def _scratch(size: ModelSize, dtype: torch.dtype, workload: Workload, drafts: bool) -> int:
+    """Bytes that a pass computes (kernels/stack/native.cpp), and log-probabilities of the rows of searches, and of the
+    nodes drafted under them if there are `drafts`."""
     c, element = size.config, max(dtype.itemsize, 2)
     heads = max(2 * (c.query_heads(i) + c.kv_size(i)[0]) * c.kv_size(i)[1] for i in range(c.layers))
     heads += 4 * c.width * (c.convs is not None)
@@ -270,7 +275,8 @@ def _scratch(size: ModelSize, dtype: torch.dtype, workload: Workload) -> int:
     if c.experts is not None:  # rows of a token by each expert that it chose, and those of the shared one
         row += c.experts.routing.chosen * (c.width + 3 * c.experts.width) + c.width + 3 * c.experts.shared_width
         row += c.experts.count
-    rows = min(TOKENS, workload.rows)
+    drafted = most_drafted(c.vocab_size) if drafts and not getattr(workload.search, "drafts_itself", False) else 0
+    rows = min(TOKENS, workload.rows + workload.parallel * drafted)
     return TOKENS * row * element + rows * c.vocab_size * (element + 2 * 4)
 
 

@@ -25,14 +25,13 @@ from engine.contract.top_sums import FoundSums, TopSums, find_top_sums, found_in
 from engine.drafts import Draft, Drafter, Wanted
 from engine.drafts.heads import HeadDrafts
 from engine.drafts.model import ModelDrafts
-from engine.drafts.size import MAX_NODES, DraftSize
+from engine.drafts.size import MAX_NODES, ROWS_BYTES, DraftSize
 from engine.errors import KVMemoryError
 from engine.step.packing import Chunk
 from engine.step.partial import PartialRows, PartialSums, Pending
 from engine.step.timing import PassTime
 
 SPARE = 8  # best tokens of a drafted row that are kept beyond those asked for, in case of equal sums
-ROWS_BYTES = 1 << 25  # bytes of the whole rows that a request keeps for drafted nodes
 
 
 class BestOfRow(NamedTuple):

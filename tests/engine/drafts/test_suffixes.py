@@ -298,7 +298,7 @@ def test_an_engine_answers_again_in_fewer_passes(search: Search):
 
 
 def test_a_plan_counts_the_full_store():
-    plans = [plan(LoadOptions(demo_folder(), drafts=name), Workload(), runtime=0) for name in ("off", "suffix")]
+    plans = [plan(LoadOptions(demo_folder(), drafts=name), Workload(), runtime=0) for name in ("ngrams", "suffix")]
     assert plans[1].fixed - plans[0].fixed == full_store_bytes() <= 200e6
 
 

@@ -320,6 +320,23 @@ def test_rows_that_searches_request(checkpoint, search, rows):
     assert some - one == 2 * (rows - 1) * 12000 * (4 + 2 * 4)
 
 
+@pytest.mark.parametrize(
+    ("drafts", "search", "drafted"),
+    [("ngrams", Trie(beams=3), 64), ("off", Trie(beams=3), 0), ("ngrams", ADED(nodes=6), 0)],
+)
+def test_rows_of_drafts_are_counted(checkpoint, drafts, search, drafted):
+    """A drafted node's row takes as much as one that the search asks for."""
+    options = LoadOptions(checkpoint, drafts=drafts)
+    work = Workload(search, 1, 8, parallel=2)
+    one, some = (plan(options, each, 0).fixed for each in (Workload(ADED(nodes=1)), work))
+    assert some - one == (work.rows + 2 * drafted - 2) * 12000 * (4 + 2 * 4)
+    if drafted:
+        enough = plan(replace(options, drafts="off"), work).total(work.slots[0]) + (4 << 20)
+        with pytest.raises(UsageError, match="is less than") as refused:
+            allow(replace(options, memory=enough, workload=work))
+        assert "--drafts off (" in refused.value.remedy
+
+
 HOLES = """
 import torch
 from engine.load.budget import resident
