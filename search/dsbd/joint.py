@@ -36,6 +36,7 @@ from search.base import Evaluate, top_k
 MAX_LISTED_CELLS = 1024  # a distribution over more cells is a tensor
 NUCLEUS = 64  # tokens of a row that are listed for top-p; smaller vocabularies are listed whole
 MAX_TOP_K = 256  # tokens of a row that are listed for top-k; a larger top-k uses whole rows
+SUMMED = 256  # blocks of a tensor that are summed at a time
 REACHED = 1 - 1e-12  # share of top-p that counts as reached, so that the rounding of sums does not matter
 Probabilities = Sequence[float] | Tensor
 
@@ -217,8 +218,9 @@ class Reader:
             offsets = [beam.logprob + warp.temperature * math.log(beam.count) for beam in beams]
             offset_W1 = torch.tensor(offsets, dtype=torch.float32).unsqueeze(1).to(logp_WV.device, non_blocking=True)
             score_C = (logp_WV + offset_W1).view(1, -1)
-            probs = warp(score_C if self.normalised else score_C - score_C.max())[0].exp_()
-            probs /= probs.sum(dtype=torch.float64)
+            probs = warp(score_C if self.normalised else score_C.sub_(score_C.max()))[0].exp_()
+            del score_C  # memory for the sum
+            probs /= sums_of(probs).sum()
         flat = logp_WV.view(-1).to(probs.dtype)
         if not probs.is_cpu:
             probs, flat = torch.stack([probs, flat]).cpu()  # one transfer
@@ -369,8 +371,7 @@ def pick(probs: Probabilities, numbers: Iterable[float]) -> list[int]:
         sums = list(accumulate(probs))
         return [bisect_right(sums, number * sums[-1]) for number in numbers]
     # First the block of each draw, then the index in the block.
-    blocks_MB = probs.view(-1, block_size(len(probs)) or len(probs))
-    mass_M = blocks_MB.sum(-1, dtype=torch.float64)
+    blocks_MB, mass_M = probs.view(-1, block_size(len(probs)) or len(probs)), sums_of(probs)
     sum_M = mass_M.cumsum(0)
     wanted_D = torch.tensor(list(numbers), dtype=torch.float64) * sum_M[-1]
     block_D = torch.searchsorted(sum_M, wanted_D, right=True).clamp_(max=len(sum_M) - 1)
@@ -378,6 +379,12 @@ def pick(probs: Probabilities, numbers: Iterable[float]) -> list[int]:
     share_D = (wanted_D - sum_M[block_D] + mass_M[block_D]) / mass_M[block_D]
     inside_D = torch.searchsorted(sum_DB, (share_D.clamp_(0, 1 - 1e-12) * sum_DB[:, -1]).unsqueeze(1), right=True)
     return (block_D * blocks_MB.shape[1] + inside_D.squeeze(1)).tolist()
+
+
+def sums_of(probs: Tensor) -> Tensor:
+    """Return the sums of blocks of probabilities, float64 [M], a few at a time: each sum converts what it adds."""
+    blocks_MB = probs.view(-1, block_size(len(probs)) or len(probs))
+    return torch.cat([some.sum(-1, dtype=torch.float64) for some in blocks_MB.split(SUMMED)])
 
 
 @lru_cache
