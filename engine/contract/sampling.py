@@ -6,7 +6,7 @@ batching, pruning or drafting.
 """
 
 import math
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import count
 
@@ -89,7 +89,7 @@ class Warp:
             scores_NV = self._probable(scores_NV, math.log(self.epsilon_cutoff))
         if self.eta_cutoff:
             log_cutoff = math.log(self.eta_cutoff)
-            entropy_N1 = -(scores_NV * scores_NV.exp()).nansum(-1, keepdim=True)
+            entropy_N1 = -by_row(torch.nansum, scores_NV * scores_NV.exp())
             scores_NV = self._probable(scores_NV, (log_cutoff / 2 - entropy_N1).clamp_(max=log_cutoff))
         return scores_NV
 
@@ -130,16 +130,16 @@ class Warp:
         """Rows, normalised, without the tokens that top-n-sigma removes; tokens of probability 0 do not count."""
         possible_NV = scores_NV > float("-inf")
         count_N1 = possible_NV.sum(-1, keepdim=True)
-        mean_N1 = scores_NV.masked_fill(~possible_NV, 0.0).sum(-1, keepdim=True) / count_N1
+        mean_N1 = by_row(torch.sum, scores_NV.masked_fill(~possible_NV, 0.0)) / count_N1
         squares_NV = (scores_NV - mean_N1).square().masked_fill(~possible_NV, 0.0)
-        sigma_N1 = (squares_NV.sum(-1, keepdim=True) / count_N1).sqrt()
+        sigma_N1 = (by_row(torch.sum, squares_NV) / count_N1).sqrt()
         least_N1 = scores_NV.amax(-1, keepdim=True) - self.top_n_sigma * sigma_N1
         return torch.log_softmax(scores_NV.masked_fill(scores_NV < least_N1, float("-inf")), -1)
 
     def _typical(self, scores_NV: Tensor) -> Tensor:
         """Rows without the tokens that the typical warper removes."""
         logp_NV = torch.log_softmax(scores_NV, -1)
-        entropy_N1 = -(logp_NV * logp_NV.exp()).nansum(-1, keepdim=True)
+        entropy_N1 = -by_row(torch.nansum, logp_NV * logp_NV.exp())
         distance_NV = (-logp_NV - entropy_N1).abs()
         ascending_NV, order_NV = torch.sort(distance_NV)
         mass_NV = logp_NV.gather(-1, order_NV).exp().cumsum(-1)
@@ -191,7 +191,7 @@ class Warp:
             score_NK, place_NK = score_NK[:, :-1], place_NK[:, :-1]
             mass_NK = score_NK.softmax(-1)
         else:
-            mass_NK = (score_NK - torch.logsumexp(scores_NV, -1, keepdim=True)).exp()
+            mass_NK = (score_NK - by_row(torch.logsumexp, scores_NV)).exp()
             undecided_N = mass_NK[:, :-1].sum(-1) < self.top_p
         if self.top_p < 1:
             spare_NK = mass_NK.cumsum(-1) - mass_NK - self.top_p  # a token with at least 0 is removed
@@ -200,6 +200,15 @@ class Warp:
             score_NK = score_NK.masked_fill(gone_NK, float("-inf"))
         warped_NK = torch.log_softmax(score_NK, -1).to(scores_NV.dtype)
         return torch.full_like(scores_NV, float("-inf")).scatter_(1, place_NK.long(), warped_NK), undecided_N
+
+
+def by_row(reduce: Callable[..., Tensor], x_NV: Tensor) -> Tensor:
+    """Return the sum of each row, [N, 1], by a function of torch.
+
+    PyTorch divides a single row among threads, so that the last bits depend on their number; two rows it does not.
+    """
+    alone = len(x_NV) == 1 and x_NV.is_cpu
+    return reduce(x_NV.expand(2, -1) if alone else x_NV, -1, keepdim=True)[: len(x_NV)]
 
 
 def _is_number(value: object) -> bool:

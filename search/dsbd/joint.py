@@ -30,7 +30,7 @@ import torch
 from torch import Tensor
 
 from engine.cache.tree import TokenTree
-from engine.contract.sampling import Warp
+from engine.contract.sampling import Warp, by_row
 from search.base import Evaluate, top_k
 
 MAX_LISTED_CELLS = 1024  # a distribution over more cells is a tensor
@@ -121,7 +121,7 @@ class Reader:
         if not self._has_mass(V):
             return best_N2K.view(-1)
         T, peak_N1 = self.warp.temperature or 1, best_N2K[:, 0, :1].clamp(min=-3e38)
-        mass_N1 = torch.logsumexp((logp_NV - peak_N1.float()) / T, -1, keepdim=True)  # float32 holds small differences
+        mass_N1 = by_row(torch.logsumexp, (logp_NV - peak_N1.float()) / T)  # float32 holds small differences
         return torch.cat([best_N2K.flatten(1), mass_N1.double() + peak_N1 / T], 1).view(-1)
 
     def rows(self, logp_NV: Tensor, numbers: Tensor) -> list[Row]:

@@ -18,6 +18,7 @@ from torch import Tensor
 
 from engine.cache.tree import TokenTree
 from engine.contract import Read
+from engine.contract.sampling import by_row
 from engine.errors import KVMemoryError, UsageError
 from engine.rules.endings import STUCK
 from models.trim import trim_memory
@@ -337,4 +338,4 @@ class Children:
             return logp_NV, None
         excluded = torch.tensor([token for token in self.excluded if token < logp_NV.shape[1]], dtype=torch.int64)
         logp_NV = logp_NV.index_fill(1, excluded.to(logp_NV.device, non_blocking=True), -math.inf)
-        return logp_NV, logp_NV.logsumexp(1, keepdim=True).clamp(min=-3e38)  # finite even if no other token is possible
+        return logp_NV, by_row(torch.logsumexp, logp_NV).clamp(min=-3e38)  # finite even if no other token is possible

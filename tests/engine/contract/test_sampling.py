@@ -14,6 +14,8 @@ import torch
 from engine.contract import sampling
 from engine.contract.sampling import Warp, uniforms
 from kernels.rows import reference
+from search.dsbd.joint import Reader
+from search.ults import Children
 from tests.draws import chi_square, chi_square_bound, draws
 
 GOLDEN = json.loads((Path(__file__).parents[2] / "golden" / "warpers.json").read_text())
@@ -293,3 +295,23 @@ def test_uniforms():
         assert len(set(numbers) & set(itertools.islice(uniforms(*other), 20_000))) < 5
     steps = [(i + 1) / len(numbers) for i in range(len(numbers))]
     assert max(abs(a - b) for a, b in zip(sorted(numbers), steps, strict=True)) < 2.23 / math.sqrt(len(numbers))
+
+
+def test_sums_of_a_single_row_do_not_depend_on_the_number_of_threads():
+    rows_NV = torch.log_softmax(torch.randn(24, 1 << 17, generator=torch.Generator().manual_seed(0)) * 3, -1)
+    sums = {
+        "warped": lambda x_1V: Warp(temperature=0.7, typical_p=0.9)(x_1V),
+        "plain": lambda x_1V: sampling.by_row(torch.logsumexp, x_1V / 0.7),
+        "of squares": lambda x_1V: sampling.by_row(torch.sum, x_1V.square()),
+        "dsbd": Reader(Warp(temperature=0.7, top_p=0.9), rows_NV.shape[1]).read,
+        "ults": Children(5, [3]).read,
+    }
+    before, found = torch.get_num_threads(), list[dict[str, torch.Tensor]]()
+    try:
+        for threads in (1, 4):
+            torch.set_num_threads(threads)
+            found.append({name: torch.cat([of(x_1V) for x_1V in rows_NV.split(1)]) for name, of in sums.items()})
+    finally:
+        torch.set_num_threads(before)
+    assert [name for name in sums if not found[0][name].equal(found[1][name])] == []
+    assert found[0]["plain"].equal(sampling.by_row(torch.logsumexp, rows_NV / 0.7))
