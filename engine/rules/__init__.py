@@ -297,7 +297,8 @@ def _after_thought(
     if _thinks(prompt, tokenizer):
         return AfterThought(constraint, tokenizer.thought_ids[1], packed(free_V))
     if not tokenizer.thought_ids and thoughts.after(tokenizer.decode(prompt[-OPENED:])).opened:
-        return AfterSpelledThought(constraint, thoughts.closing, spellings(tokenizer, vocab).data, free_V)
+        known, closing = spellings(tokenizer, vocab), thoughts.closing
+        return AfterSpelledThought(constraint, closing, known.data, known.beyond(closing[-1:].encode()), free_V)
     return constraint
 
 

@@ -25,6 +25,10 @@ class Spellings:
 
     Args:
         data: the bytes of each id.
+
+    Attributes:
+        allowed: `towards` as a tensor, int64; it keeps results.
+        beyond: a byte -> the tokens that have it before their last byte; it keeps results.
     """
 
     def __init__(self, data: Sequence[bytes]):
@@ -36,6 +40,7 @@ class Spellings:
         for spelling, token in self._sorted:
             self._ids.setdefault(spelling, []).append(token)
         self.allowed = lru_cache(BEGINNINGS)(lambda wanted: torch.tensor(self.towards(wanted), dtype=torch.int64))
+        self.beyond = lru_cache(BEGINNINGS)(lambda byte: [t for t, spelled in enumerate(data) if byte in spelled[:-1]])
 
     def towards(self, wanted: bytes) -> list[int]:
         """The possible first tokens of a text that begins with `wanted` (at least one byte), ascending."""

@@ -359,15 +359,16 @@ class AfterSpelledThought(AfterThought):
         constraint: the other constraint.
         closing: the tag, in ASCII.
         data: the bytes of each token; the thought has no tokens beyond these.
+        longer: the tokens that have the tag's last byte before their last one.
         free_V: flags of the tokens that the thought may have, int64 [V].
     """
 
-    def __init__(self, constraint: Constraint, closing: str, data: Sequence[bytes], free_V: Tensor):
+    def __init__(
+        self, constraint: Constraint, closing: str, data: Sequence[bytes], longer: Sequence[int], free_V: Tensor
+    ):
         free_V[len(data) :] = 0
         super().__init__(constraint, (), packed(free_V))
-        self.closing, self._data, self._free_V = closing, data, free_V
-        last = closing[-1:].encode()
-        self._longer = [token for token, spelled in enumerate(data) if last in spelled[:-1]]
+        self.closing, self._data, self._longer, self._free_V = closing, data, longer, free_V
         self._masks: dict[int, Tensor] = {}
 
     def _read(self, seen: int, token: int) -> int:

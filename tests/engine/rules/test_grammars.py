@@ -15,6 +15,7 @@ import torch
 
 from engine import ConstraintError, Request, UsageError
 from engine.rules import Rules, grammars, response_format, with_changes
+from engine.rules.begin import Spellings
 from engine.rules.constraint import AfterSpelledThought, AfterThought, Choices, packed
 from engine.rules.grammars import Vocabulary, compile_grammar, library, source_of
 from engine.text import sandbox_process
@@ -315,6 +316,8 @@ def test_tags_of_thoughts_that_are_text():
         assert isinstance(masked(prompt, tags), AfterSpelledThought) is thinks, prompt
         assert not isinstance(masked(prompt, None), AfterSpelledThought), prompt
     assert not isinstance(masked("a [thinking]", tags), AfterSpelledThought)
+    one, other = (masked("a<think>", tags)._longer for _ in range(2))
+    assert one is other, "the vocabulary is read once"
     grammar, rng = masked("a<think>\n", tags), random.Random(3)
     for text in ("Hm <b></b></thin</think>", "</think>", "<</think>", "</</think>", "é </th</think>"):
         for _ in range(20):
@@ -330,7 +333,9 @@ def test_tags_of_thoughts_that_are_text():
 
 def test_no_token_extends_beyond_a_tag_that_is_text():
     data = [b"", b"a", b"<", b"/", b"think", b"</think", b">", b">a", b"</think>", b"</think>a", b"/think>a", b"x>y<"]
-    constraint = AfterSpelledThought(Choices([[1]], [0]), "</think>", data, torch.ones(14, dtype=torch.int64))
+    longer, free_V = Spellings(data).beyond(b">"), torch.ones(14, dtype=torch.int64)
+    assert longer == [7, 9, 10, 11]
+    constraint = AfterSpelledThought(Choices([[1]], [0]), "</think>", data, longer, free_V)
     everything = {*range(12)}
 
     def after(*path):
