@@ -3,7 +3,9 @@
 Softmax vectors c are i.i.d. draws, from a Dirichlet or from a collection of the model's own softmax vectors.
 """
 
+import json
 import math
+import zlib
 from collections.abc import Generator
 from contextlib import suppress
 from dataclasses import dataclass
@@ -24,7 +26,7 @@ from engine.contract.sampling import draws
 from engine.errors import KVMemoryError, UsageError
 from kernels import cpp
 from models.checkpoint.files import read_regular, replacing
-from models.checkpoint.tensor_files import write_tensors
+from models.checkpoint.tensor_files import buffer_of, write_tensors
 from search.ults.distributions import log_gamma
 
 GATHERED = 32  # completions, and the most tokens of each, that a search gathers when there is no prior
@@ -35,6 +37,7 @@ WIDTH = 64  # largest entries of a softmax vector that are kept: smaller ones do
 DRAWS = 4096  # draws of Delta per level: N of algorithm 1
 STICKS, LEFT = 512, 1e-9  # most entries of a Dirichlet vector that are drawn; the expected rest that ends drawing
 LARGEST = 1 << 28  # the most bytes of a file
+CHECKSUM = "coppice_crc32"  # name of the checksum in a file's metadata; files of others have none
 REMEDY = "make one with python -m tools.ults_prior"
 
 
@@ -75,7 +78,13 @@ class Vectors:
         """Write a safetensors file; a write that fails leaves no file, or the old one. Raises OSError."""
         path.parent.mkdir(parents=True, exist_ok=True)
         with replacing(path) as file:
-            write_tensors(file, {"logp": self.logp_RK, "tokens": self.tokens_RK})
+            write_tensors(file, {"logp": self.logp_RK, "tokens": self.tokens_RK}, {CHECKSUM: self._checksum()})
+
+    def _checksum(self) -> str:
+        checksum = zlib.crc32(repr((*self.logp_RK.shape,)).encode())
+        for values in (self.logp_RK, self.tokens_RK):
+            checksum = zlib.crc32(buffer_of(values.contiguous()), checksum)
+        return f"{checksum:08x}"
 
     @staticmethod
     def load(path: Path) -> "Vectors":
@@ -92,7 +101,9 @@ class Vectors:
 @lru_cache(maxsize=8)
 def _load(path: Path, _modified: int, _size: int) -> Vectors:
     try:
-        found = safetensors.torch.load(read_regular(path, LARGEST))
+        data = read_regular(path, LARGEST)
+        found = safetensors.torch.load(data)  # checks the header
+        metadata = json.loads(data[8 : 8 + int.from_bytes(data[:8], "little")]).get("__metadata__", {})
     except (SafetensorError, ValueError, KeyError) as error:
         raise UsageError(f"prior: {path} is no safetensors file: {error}", remedy=REMEDY) from None
     logp, tokens = found.get("logp", torch.empty(0)), found.get("tokens", torch.empty(0))
@@ -102,7 +113,10 @@ def _load(path: Path, _modified: int, _size: int) -> Vectors:
         raise UsageError(f"prior: {path}: expected log-probabilities, descending in each row", remedy=REMEDY)
     if not (logp.double().exp().sum(1) < 1.001).all():
         raise UsageError(f"prior: {path}: probabilities of a row add up to more than 1", remedy=REMEDY)
-    return Vectors(logp, tokens)
+    vectors = Vectors(logp, tokens)
+    if metadata.get(CHECKSUM, checksum := vectors._checksum()) != checksum:
+        raise UsageError(f"prior: {path} is damaged: not what was written", remedy=REMEDY)
+    return vectors
 
 
 @lru_cache(maxsize=8)

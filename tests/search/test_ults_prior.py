@@ -234,6 +234,19 @@ def test_files_that_hold_something_else(tmp_path, change):
         Vectors.load(path)
 
 
+def test_a_damaged_file_is_refused(tmp_path):
+    """A bit of any value: most of them leave descending log-probabilities, and tokens of some vocabulary."""
+    Vectors.of(torch.log_softmax(torch.randn(2, 100), -1)).save(tmp_path / "prior")
+    whole = (tmp_path / "prior").read_bytes()
+    start = 8 + int.from_bytes(whole[:8], "little")
+    for place in range(start, len(whole), 7):
+        damaged = bytearray(whole)
+        damaged[place] ^= 1
+        (tmp_path / f"prior{place}").write_bytes(damaged)
+        with pytest.raises(UsageError, match="prior: "):
+            Vectors.load(tmp_path / f"prior{place}")
+
+
 def test_a_file_that_is_too_large(tmp_path):
     with (tmp_path / "model").open("wb") as file:
         file.truncate(1 << 40)  # of holes
