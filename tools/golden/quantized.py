@@ -105,9 +105,20 @@ def write(recipe: Recipe, folder: Path, seed: int) -> None:
             metadata |= {name: json.dumps(entry) for name, entry in told.items()}
             metadata["tensor_names"] = json.dumps([*tensors])
         save_file(stored, folder / file, metadata)
+        sort_metadata(folder / file)
         weight_map |= dict.fromkeys(stored, file)
     if (folder / "model.safetensors.index.json").exists():
         edit(folder / "model.safetensors.index.json", {"weight_map": weight_map})
+
+
+def sort_metadata(file: Path) -> None:
+    """Sort the metadata of a file, whose order safetensors leaves to chance."""
+    data = file.read_bytes()
+    end = 8 + int.from_bytes(data[:8], "little")
+    header = json.loads(data[8:end])
+    header["__metadata__"] = dict(sorted(header["__metadata__"].items()))
+    text = json.dumps(header, separators=(",", ":"), ensure_ascii=False).encode()
+    file.write_bytes(data[:8] + text.ljust(end - 8) + data[end:])
 
 
 def floats(recipe: Recipe, folder: Path, out: Path) -> None:
