@@ -131,6 +131,8 @@ def _read(body: dict[str, Any], kind: str, served: Served, limits: Limits, ident
         if score is None and not flag(body, "echo"):
             raise UsageError("max_new_tokens: 0 needs echo: true or prompt_logprobs")
         params["max_new_tokens"] = 1  # for the checks
+        if params.get("heal") is True:
+            params["heal"] = False  # nothing is generated again
     base = {key: body[key] for key in RECORD[kind] if key in body} | {"params": params}
     use, template = None, served.template
     if kind == CHAT:

@@ -76,6 +76,16 @@ def test_an_echo_of_token_ids_has_the_end_that_is_healed(server, alone):
     assert found.logprobs.text_offset == plain.logprobs.text_offset
 
 
+def test_an_echo_without_new_tokens_heals_nothing(server, alone):
+    """Nothing is generated again, so the prompt's last tokens have log-probabilities too."""
+    for prompt in ("Once upon a ti", alone.encode("Once upon a ti")):
+        healed, plain = (
+            complete(server, prompt=prompt, echo=True, logprobs=1, max_tokens=0, extra_body={"heal": heal}).choices[0]
+            for heal in (True, False)
+        )
+        assert healed.text == plain.text and healed.logprobs == plain.logprobs
+
+
 def test_echo_before_new_tokens(server, alone):
     plain = complete(server, max_tokens=5, logprobs=1).choices[0]
     echoed = complete(server, max_tokens=5, logprobs=1, echo=True).choices[0]
