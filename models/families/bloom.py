@@ -27,10 +27,8 @@ class Bloom(Decoder):
 
     @staticmethod
     def read(fields: Fields) -> Config:
-        others = {"hidden_size": "n_embed", "n_head": "num_attention_heads", "n_layer": "num_hidden_layers"}
-        found = {name: fields.config.get(other) for name, other in others.items()}
-        given = {name: value for name, value in found.items() if value is not None}
-        fields = fields.changed(given)
+        if (width := fields.config.get("n_embed")) is not None:
+            fields = fields.changed({"hidden_size": width})
         if fields.bool("apply_residual_connection_post_layernorm", default=False):
             raise fields.error("apply_residual_connection_post_layernorm", "false")
         names = "hidden_size", "n_head", "n_layer", "n_inner", "seq_length"

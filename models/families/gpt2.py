@@ -111,6 +111,13 @@ def _kinds(fields: Fields, layers: int) -> list[str]:
 
 
 SIZES = "n_embd", "n_head", "n_layer", "n_inner", "n_positions"
+USUAL = "hidden_size", "num_attention_heads", "num_hidden_layers", "", "max_position_embeddings"
+
+
+def by_own_names(fields: Fields, names: Sequence[str] = SIZES) -> Fields:
+    """Return the fields with those in `USUAL`, which take precedence as in transformers, by the family's `names`."""
+    given = {own: fields.config.get(usual) for own, usual in zip(names, USUAL, strict=True)}
+    return fields.changed({own: value for own, value in given.items() if value is not None})
 
 
 def sizes(
@@ -126,7 +133,7 @@ def sizes(
 
     Args:
         tied, positions: the values of `tie_word_embeddings` and `n_positions` if they are absent.
-        names: the family's names of these fields.
+        names: the family's names of these fields; those in `USUAL` are read as well.
         inner_width: the MLP's width if it is absent; None: four times that of the stream.
         activation: the family's name of the activation's field, and its value if it is absent.
 
@@ -134,6 +141,7 @@ def sizes(
         CheckpointError: it names the field.
     """
     embd, head, layer, inner, length = names
+    fields = by_own_names(fields, names)
     width, heads = fields.int(embd), fields.int(head, high=2**14)
     if width % heads:
         raise fields.error(embd, f"a multiple of {head} {heads}")

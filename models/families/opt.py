@@ -14,7 +14,7 @@ from torch import Tensor
 from models.checkpoint.fields import Fields
 from models.config import Config
 from models.decoder import Decoder
-from models.families.gpt2 import sizes
+from models.families.gpt2 import by_own_names, sizes
 from models.names import Names
 
 
@@ -98,8 +98,8 @@ class XGLM(Decoder):
         padding = fields.config.get("pad_token_id")
         if padding is not None and padding not in (0, 1):
             raise fields.error("pad_token_id", "0, 1 or null: the position of this number would be lost")
-        fields.int("d_model", low=4)
         names = "d_model", "attention_heads", "num_layers", "ffn_dim", "max_position_embeddings"
+        by_own_names(fields, names).int("d_model", low=4)
         options = {"positions": 2048, "inner_width": 4096, "activation": ("activation_function", "gelu")}
         return _scaled(fields, names, **options)
 
@@ -130,9 +130,9 @@ class CTRL(Decoder):
     def read(fields: Fields) -> Config:
         if fields.float("layer_norm_epsilon", default=1e-6) != 1e-6:
             raise fields.error("layer_norm_epsilon", "1e-06, as all norms but the last have it")
-        if fields.int("n_embd") % 2:
-            raise fields.error("n_embd", "an even number")
         names = "n_embd", "n_head", "n_layer", "dff", "n_positions"
+        if (own := by_own_names(fields, names)).int("n_embd") % 2:
+            raise own.error("n_embd", "an even number")
         c = _scaled(fields, names, positions=256, inner_width=8192, activation=("activation_function", "relu"))
         return replace(c, activation="relu", norm_eps=1e-6, head_bias=True, embedding_scale=c.width**0.5)
 

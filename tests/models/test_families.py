@@ -63,9 +63,9 @@ def read(architecture, **changes):
         ("AriaTextForCausalLM", "hidden_act: expected silu", {"hidden_act": "gelu"}),
         ("AriaTextForCausalLM", "mlp_bias", {"mlp_bias": True}),
         ("XGLMForCausalLM", "pad_token_id", {"pad_token_id": 2}),
-        ("XGLMForCausalLM", "d_model", {"d_model": 2}),
+        ("XGLMForCausalLM", "d_model", {"hidden_size": 2}),
         ("CTRLLMHeadModel", "layer_norm_epsilon", {"layer_norm_epsilon": 1e-5}),
-        ("CTRLLMHeadModel", "n_embd", {"n_embd": 33}),
+        ("CTRLLMHeadModel", "n_embd", {"hidden_size": 33}),
         ("OpenAIGPTLMHeadModel", "afn", {"n_embd": 32, "n_head": 4, "n_layer": 1, "afn": "gelu_new"}),
         ("InternLM3ForCausalLM", "qkv_bias", {"qkv_bias": True}),
         ("AfmoeForCausalLM", "attention_bias", {"attention_bias": True}),
@@ -207,8 +207,8 @@ def read(architecture, **changes):
         ("GPTNeoForCausalLM", "attention_types", {**GPT_NEO, "attention_types": [["global", "local"], 2]}),
         ("GPTNeoForCausalLM", "attention_types", {**GPT_NEO, "attention_types": [[["global", "sparse"], 2]]}),
         ("GPTNeoForCausalLM", "attention_layers", {**GPT_NEO, "attention_layers": ["local"] * 3}),
-        ("GPTNeoForCausalLM", "hidden_size", {**GPT_NEO, "num_heads": 3}),
-        ("CodeGenForCausalLM", "n_head", {"n_embd": 48, "n_head": 6, "n_layer": 1, "rotary_dim": 4}),
+        ("GPTNeoForCausalLM", "hidden_size", {**GPT_NEO, "num_attention_heads": 3}),
+        ("CodeGenForCausalLM", "n_head", {"hidden_size": 48, "num_attention_heads": 6, "rotary_dim": 4}),
         ("OlmoeForCausalLM", "head_dim", {"head_dim": 16}),
         ("MixtralForCausalLM", "num_experts_per_tok", {"num_experts_per_tok": 9}),
         ("Qwen2MoeForCausalLM", "sliding_window", {"layer_types": ["sliding_attention"] * 4}),
@@ -340,7 +340,7 @@ def test_defaults_of_transformers():
     assert (minicpm.embedding_scale, minicpm.residual_scale, minicpm.logit_divisor) == (12.0, 0.7, 0.125)
     youtu = read("YoutuForCausalLM", num_key_value_heads=4)
     assert (youtu.latent.rank, youtu.latent.query_rank, youtu.latent.interleaved, youtu.tied) == (512, 1536, True, True)
-    neo = read("GPTNeoForCausalLM", num_heads=4, num_layers=24)
+    neo = read("GPTNeoForCausalLM", num_hidden_layers=24)
     assert (neo.windows, neo.scale(1), neo.mlp_width) == ((None, 256) * 12, 1.0, 40)
     assert read("OPTForCausalLM").mlp_width == 3072, "ffn_dim, which is absent"
     saved = {"attention_bias": True, "mlp_bias": True}
@@ -491,6 +491,38 @@ def test_the_defaults_of_llama_4():
     assert c.experts.layers == (True,) * 4 and (c.experts.count, c.experts.routing.chosen) == (16, 1)
     assert (c.ropes[3].growth, c.ropes[3].growth_length, c.ropes[3].growth_start) == (0.1, 8192, 1)
     assert (c.mlp_width, c.experts.width, c.head_dim) == (16384, 40, 128)
+
+
+@pytest.mark.parametrize(
+    ("architecture", "names"),
+    [
+        ("GPT2LMHeadModel", "n_embd n_head n_layer n_positions"),
+        ("OpenAIGPTLMHeadModel", "n_embd n_head n_layer n_positions"),
+        ("GPTBigCodeForCausalLM", "n_embd n_head n_layer n_positions"),
+        ("GPTJForCausalLM", "n_embd n_head n_layer n_positions"),
+        ("CodeGenForCausalLM", "n_embd n_head n_layer n_positions"),
+        ("CTRLLMHeadModel", "n_embd n_head n_layer n_positions"),
+        ("GPTNeoForCausalLM", "hidden_size num_heads num_layers max_position_embeddings"),
+        ("MptForCausalLM", "d_model n_heads n_layers max_seq_len"),
+        ("XGLMForCausalLM", "d_model attention_heads num_layers max_position_embeddings"),
+        ("BloomForCausalLM", "hidden_size n_head n_layer seq_length"),
+    ],
+)
+def test_usual_names_of_sizes(architecture, names):
+    """Transformers reads them in these families as well, and prefers them."""
+    fields = {"vocab_size": 100, "rotary_dim": 4, "attention_types": [[["global"], 2]], "architectures": [architecture]}
+    usual = "hidden_size", "num_attention_heads", "num_hidden_layers", "max_position_embeddings"
+    sizes = 24, 4, 2, 77
+
+    def read_as(*each):
+        given = {name: size for names in each for name, size in zip(names, sizes, strict=True)}
+        return FAMILIES[architecture].read(Fields(fields | given, "config.json"))
+
+    c = read_as(names.split())
+    assert (c.width, c.heads, c.layers, c.max_positions) == sizes and read_as(usual) == c
+    wrong = dict.fromkeys(names.split(), 8)
+    both = Fields(fields | wrong | dict(zip(usual, sizes, strict=True)), "config.json")
+    assert FAMILIES[architecture].read(both) == c
 
 
 def test_slopes_of_alibi():
