@@ -79,6 +79,8 @@ class Generation:
         """Read the fields of a checkpoint. Searches and requests check the values."""
         found = checkpoint.generation_config or checkpoint.config
         given = {name: value for name, value in found.items() if value is not None}
+        if "min_new_tokens" in given:  # replaces the other, even if it is 0
+            given.pop("min_length", None)
         plain = {name: same for name, (_, same) in (PARAMS | RULES).items()} | OTHERS
         fields = {name: given[name] for name in plain if name in given and given[name] != plain[name]}
         params = {to: fields[name] for name, (to, _) in PARAMS.items() if name in fields}

@@ -43,6 +43,8 @@ def test_fields_of_searches_and_requests():
     assert found.rules_of("trie") == rules
     assert found.rules_of("sample") == rules | {"constraint_scores": "renormalised"}
     assert generation(bad_words_ids=[[5]]).rules_of("sample") == {"bad_words": [[5]]}
+    assert generation(min_length=30, min_new_tokens=0).rules == {}, "as transformers replaces min_length"
+    assert generation(min_length=30, min_new_tokens=None).rules == {"min_length": 30}
 
 
 def test_renormalised_logits():
