@@ -28,7 +28,7 @@ with later():
     from models.checkpoint.headers import Checkpoint
     from models.checkpoint.listing import WEIGHTS
     from models.checkpoint.tensor_files import write_tensors
-    from models.families import load_model
+    from models.families import load_model, viewed
     from models.formats.floats import PackedLinear, has_kernels
     from models.formats.packed import PREFIXES, Packing, Size
     from tools import gguf
@@ -59,6 +59,7 @@ def pack(source: str | Path, folder: str | Path, *, quant: str = "none") -> dict
     if checkpoint.config.get("kv_b_split"):
         what = "keys and values of a latent have matrices of their own, which cannot be packed head by head"
         raise CheckpointError(what, where=str(source), remedy="Use the model as it is, or pack transformers' version.")
+    config, checkpoint = checkpoint.config, viewed(checkpoint)
     with new_folder(Path(folder)) as partial:
         model = load_model(checkpoint, torch.float32, cpu, quant)
         layers = [
@@ -82,7 +83,7 @@ def pack(source: str | Path, folder: str | Path, *, quant: str = "none") -> dict
         with (partial / WEIGHTS).open("wb") as file:
             write_tensors(file, tensors, Packing(quant, matrices, sizes).metadata())
         if checkpoint.gguf:
-            gguf.write_files(checkpoint, checkpoint.config, partial)
+            gguf.write_files(checkpoint, config, partial)
         else:
             copy_others(checkpoint.folder, partial)
         Checkpoint.open(partial)  # it can be read

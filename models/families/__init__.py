@@ -45,11 +45,20 @@ def load_model(
     Raises:
         CheckpointError: the architecture is not supported, or the folder lacks something that it needs.
     """
-    name = checkpoint.architecture
-    family = HEADS.get(name) or family_of(name, str(checkpoint.folder / "config.json"))
-    checkpoint = family.view(checkpoint) if issubclass(family, Decoder) else checkpoint
+    family, checkpoint = _family(checkpoint), viewed(checkpoint)
     with checkpoint.held_open():
         return family(checkpoint, dtype, device, quant, reader).eval()
+
+
+def viewed(checkpoint: Checkpoint) -> Checkpoint:
+    """Return the checkpoint as its family reads it (`Decoder.view`); see `load_model` for errors."""
+    family = _family(checkpoint)
+    return family.view(checkpoint) if issubclass(family, Decoder) else checkpoint
+
+
+def _family(checkpoint: Checkpoint) -> type[Any]:
+    name = checkpoint.architecture
+    return HEADS.get(name) or family_of(name, str(checkpoint.folder / "config.json"))
 
 
 def family_of(architecture: str, where: str) -> type[Decoder]:
