@@ -15,6 +15,7 @@ class Jamba(Decoder):
     """The inputs of steps, B and C are normed; the weights of experts are parts of the softmax of all."""
 
     architectures = ("JambaForCausalLM", "JambaForSequenceClassification")
+    default_pad_token_id = 0
     names = Names(
         **SCANS,
         scan_norms=("mamba.dt_layernorm", "mamba.b_layernorm", "mamba.c_layernorm"),

@@ -62,6 +62,7 @@ class BioGPT(Decoder):
     """Norms with their usual epsilon, whatever the config says, as in transformers."""
 
     architectures = ("BioGptForCausalLM", "BioGptForSequenceClassification")
+    default_pad_token_id = 1
     base = "biogpt."
     names = replace(
         OPT.names,

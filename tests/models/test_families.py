@@ -433,14 +433,14 @@ def test_defaults_of_mixtures():
 
 
 def test_paddings_of_scalar_heads():
-    """By `config_class().get_text_config().pad_token_id` of transformers 5.23; None for all others."""
+    """By `config_class().get_text_config().pad_token_id` of transformers 5.24; None for all others."""
     found = {name.removesuffix("ForSequenceClassification"): family.default_pad_token_id
              for name, family in FAMILIES.items() if name.endswith("ForSequenceClassification")}  # fmt: skip
     assert len(found) > 40 and {name: pad for name, pad in found.items() if pad is not None} == {
         "Gemma": 0, "Gemma2": 0, "Gemma3Text": 0, "Glm": 151329, "Glm4": 151329, "Helium": 3, "HunYuanDenseV1": 0,
         "HunYuanMoEV1": 0, "Ministral3": 11, "Mistral4": 11, "CohereCompassText": 0, "OPT": 1,
         "Olmo": 1, "Olmo2": 1, "Olmo3": 1, "Phi3": 32000, "SeedOss": 1,
-        "SmolLM3": 128004,
+        "SmolLM3": 128004, "Jamba": 0, "BioGpt": 1,
     }  # fmt: skip
 
 
