@@ -65,7 +65,7 @@ class Recurrent:
         most: (gated delta nets) strengths lie between 0 and this number.
         bound: (gated delta nets) logarithms of decays lie between this number and 0; 0: they have no bound.
         sigmoid: (gated delta nets) gates are multiplied by the logistic function of their inputs; otherwise by silu.
-        eps: (gated delta nets, scans by channels) of their own norms; None: as of the other norms.
+        eps: of their own norms; None: as of the other norms.
         norms: `Config.norms` of these layers; empty: as of the others.
         bias, conv_bias: (scans of both kinds) whether the matrices around the scan, and its convolution, have biases.
         steps: (scans) the smallest and the largest step.
@@ -197,6 +197,26 @@ class Streams:
 
 
 @dataclass(frozen=True)
+class SharedBlocks:
+    """Blocks of attention and an MLP that several scans share (Zamba2): a block reads the stream beside the embedding,
+    and its output, which a matrix of the layer multiplies, is added to what the layer's scan reads.
+
+    Args:
+        owners: by layer, the layer whose names the tensors of its block have; None: the layer uses no block.
+        rank: elements between the two matrices of a layer whose output is added to that of the MLP's first matrix.
+        adapted: layers have such matrices for queries, keys and values too.
+    """
+
+    owners: tuple[int | None, ...]
+    rank: int
+    adapted: bool = False
+
+    def use(self, layer: int) -> int:
+        """Return the number of layers before one that use a block."""
+        return sum(owner is not None for owner in self.owners[:layer])
+
+
+@dataclass(frozen=True)
 class OutputFactors:
     """Factors of the outputs of a layer's parts before they are added to the stream.
 
@@ -255,6 +275,7 @@ class Config:
             products.
         convs: layers with a short convolution instead of attention; None: there are none.
         recurrent: layers with a recurrent state, instead of keys and values or beside them; None: there are none.
+        shared: blocks that scans share; None: there are none.
         latent: latent attention; None: attention has key and value matrices.
         selected: the number of tokens that an indexer selects for attention to read. The indexer is not computed, so no
             sequence may be longer: up to this length it selects all. None: there is no indexer.
@@ -327,6 +348,7 @@ class Config:
     coarse_slopes: bool = False
     convs: ShortConvs | None = None
     recurrent: Recurrent | None = None
+    shared: SharedBlocks | None = None
     latent: Latent | None = None
     selected: int | None = None
     embedding_rows: int | None = None
@@ -414,13 +436,17 @@ class Config:
 
     def attends(self, layer: int) -> bool:
         """Whether a layer has attention."""
-        recurs = self.recurs(layer) and not self.beside
+        recurs = self.recurs(layer) and not self.has_both(layer)
         return self.has("attention", layer) and not recurs and not self.convolves(layer)
 
     @property
     def beside(self) -> bool:
-        """Whether recurrent layers also have attention."""
-        return self.recurrent is not None and self.recurrent.beside
+        """Whether recurrent layers, or some of them, also have attention."""
+        return self.recurrent is not None and (self.recurrent.beside or self.shared is not None)
+
+    def has_both(self, layer: int) -> bool:
+        """Whether a recurrent layer also has attention."""
+        return self.beside and (self.shared is None or self.shared.owners[layer] is not None)
 
     def place(self, layer: int) -> int:
         """The place of what a recurrent layer keeps in `ModelShape.kept`."""
@@ -431,12 +457,12 @@ class Config:
         return not self.alone or self.alone[layer] in (part, "both")
 
     def kept(self, layer: int) -> CacheKind | DeltaKind | None:
-        """The rows that a layer keeps of each token, or the sizes of a recurrent layer without attention; None: it
-        keeps nothing."""
+        """The rows that a layer keeps of each token, or the sizes of a recurrent layer if none has attention; None: it
+        keeps nothing here."""
         if not self.has("attention", layer):
             return None
-        if self.recurrent is not None and self.recurs(layer) and not self.beside:
-            return self.recurrent.kind
+        if self.recurrent is not None and self.recurs(layer) and not self.has_both(layer):
+            return None if self.beside else self.recurrent.kind
         if self.convs is not None and self.convolves(layer):
             return CacheKind(1, self.convs.width, pair=False)
         return CacheKind(*self.kv_size(layer), shared=self.latent is not None)

@@ -37,6 +37,7 @@ from models.reading import check_layers_alike
 from models.rope import BUFFERS, RotaryEmbedding
 from models.running import Registers, fused, run
 from models.shape import ModelShape
+from models.shared_blocks import uses_of_blocks
 from models.streams import StreamEnds
 
 LATENT = "multi-head latent attention"
@@ -162,7 +163,8 @@ class Decoder(nn.Module):
         self.rotaries = [RotaryEmbedding(rope).to(device) for rope in c.tables()]
         projected = names.project if c.embedding_width else (None, None)
         self.project_in, self.project_out = (weights.linear(name) if name else None for name in projected)
-        self.layers = nn.ModuleList(Layer(c, names, weights, i) for i in range(c.layers))
+        blocks = uses_of_blocks(c, names, weights, c.shared) if c.shared else {}
+        self.layers = nn.ModuleList(Layer(c, names, weights, i, blocks.get(i)) for i in range(c.layers))
         self.norm = Norm(c, weights, names.norm, final=True) if c.final_norm else None
         self.dense = HeadDense(c, names, weights) if c.head_dense else None
         self.head = weights.head(SCORE) if c.scores else weights.head(HEAD, bias=c.head_bias)

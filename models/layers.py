@@ -206,7 +206,8 @@ class SelectiveScan(nn.Module):
         decay_H, bias_H = weights.decays(layer + names.delta_decay), vector(names.delta_bias)
         norm_E = vector(names.delta_norm) if recurrent.normed else None
         vectors = taps_KC, shift_C, decay_H, bias_H, vector(names.scan_skip), norm_E
-        self.weights = ScanWeights(kind, *vectors, c.norm_eps, *recurrent.steps, gate, step)
+        eps = c.norm_eps if recurrent.eps is None else recurrent.eps
+        self.weights = ScanWeights(kind, *vectors, eps, *recurrent.steps, gate, step)
         self.place, self.out_scale = c.place(index), c.output_factors.scan
 
     def calls(self, source: str) -> Iterator[Call]:
@@ -318,9 +319,9 @@ class Residual(nn.Module):
         self.sum = Norm(c, weights, name) if "sum" in norms else None
         self.scale = c.residual_scale
 
-    def read(self) -> list[Call]:
-        """The calls from the stream to "read"."""
-        return [] if self.input is None else [Call("norm", "stream", "read", norm=self.input)]
+    def read(self, source: str = "stream") -> list[Call]:
+        """The calls from the stream, or another register, to "read"."""
+        return [] if self.input is None else [Call("norm", source, "read", norm=self.input)]
 
     def add(self, *outputs: str) -> Iterator[Call]:
         """Add the outputs in one or two registers to the stream."""
@@ -341,7 +342,10 @@ def scaled(register: str, scale: float) -> list[Call]:
 
 class Layer(nn.Module):
     """Attention and MLP, or one of them, each added to the stream; `Config.norms` gives the positions of their norms. A
-    scan may read what attention reads, and is added likewise.
+    scan may read what attention reads, and is added likewise; or it reads what a block computes.
+
+    Args:
+        block: a `models.shared_blocks.BlockUse`, or None.
 
     Attributes:
         calls: the layer's operator calls.
@@ -350,9 +354,9 @@ class Layer(nn.Module):
 
     together: list[Call | Together]
 
-    def __init__(self, c: Config, names: Names, weights: Weights, index: int):
+    def __init__(self, c: Config, names: Names, weights: Weights, index: int, block: Any = None):
         super().__init__()
-        layer = names.layer.format(index)
+        layer, self.block = names.layer.format(index), block
         norms = names.attention_norm, names.attention_out_norm
         attends, feeds = c.has("attention", index), c.has("mlp", index)
         bare, each = index == 0 and not c.first_norm, [layer + name for name in norms]
@@ -368,10 +372,10 @@ class Layer(nn.Module):
                 recurrent = Mamba(c, names, weights, c.recurrent, kind, index)
             else:
                 recurrent = GatedDeltaNet(c, names, weights, c.recurrent, index)
-        self.beside = recurrent if c.beside else None
+        self.beside = recurrent if c.has_both(index) and block is None else None
         if not attends:
             self.attention = None
-        elif recurrent is not None and not c.beside:
+        elif recurrent is not None and self.beside is None:
             self.attention = recurrent
         elif c.latent is not None:
             self.attention = LatentAttention(c, names, weights, c.latent, index)
@@ -393,7 +397,8 @@ class Layer(nn.Module):
         if self.streams is not None:
             yield from self.streams.predict()
         if self.attention is not None and attending is not None:
-            yield from attending.read()
+            yield from [] if self.block is None else self.block.calls()
+            yield from attending.read("stream" if self.block is None else "out")
             source = "stream" if attending.input is None else "read"
             if self.laurel is not None:
                 yield from self.laurel.calls(source)

@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 
 from kernels.layout import ChannelKind, ScanKind
-from models.config import XIELU, Config, Latent, Recurrent
+from models.config import XIELU, Config, Latent, Recurrent, SharedBlocks
 from models.quantized.parts import EMBEDDING, LINEAR, TRANSPOSED
 
 HEAD, SCORE = "lm_head", "score"
@@ -24,6 +24,10 @@ class Names:
         scan_low, scan_step: (scans by channels) the matrix that computes a row of the inputs of steps, B and C, and the
             one that computes inputs of steps for all channels, whose bias takes the place of `delta_bias`.
         scan_norms: the norms of the three parts of that row.
+        block_norm, block_out: (shared blocks) the norm before attention, and the layer's matrix after the block; the
+            rest has the names of attention and MLP.
+        block_qkv, block_up: the pairs of matrices whose outputs are added to queries, keys, values and in the MLP; {}
+            stands for `SharedBlocks.use`.
         attention_norm, mlp_norm: the norm on the input or on the sum, see `Config.norms`.
         attention_out_norm, mlp_out_norm: the norm on the output.
         q_norm, k_norm: the norms of heads; if each head has its own, {} stands for its number, or one tensor has a row
@@ -96,6 +100,10 @@ class Names:
     scan_step: str = "mamba.dt_proj"
     scan_norms: tuple[str, str, str] = ("", "", "")
     recurrent_out: str = "linear_attn.out_proj"
+    block_norm: str = "shared_transformer.input_layernorm"
+    block_out: str = "linear"
+    block_qkv: tuple[str, ...] = tuple(f"shared_transformer.self_attn.linear_{x}_adapter_list.{{}}" for x in "qkv")
+    block_up: str = "shared_transformer.feed_forward.gate_up_proj_adapter_list.{}"
     attention_out_norm: str = "post_attention_layernorm"
     mlp_norm: str = "post_attention_layernorm"
     mlp_out_norm: str = "post_feedforward_layernorm"
@@ -193,6 +201,8 @@ class Names:
                     add(layer + name, shape, bias)
                 if c.head_gates:
                     add(layer + self.head_gate, (c.heads, c.width), False)
+            elif c.shared is not None and c.attends(i):
+                shapes |= {f"{layer}{name}": shape for name, shape in self.block(c, c.shared, i).items()}
             elif c.attends(i):
                 for name, outs in self.heads(c, i).items():
                     add(layer + name, (outs, c.width), c.attention_bias)
@@ -329,6 +339,25 @@ class Names:
             shapes |= {f"{name}.weight": (size,) for name, size in norms}
         shapes |= {f"{self.scan_step}.weight": (C, rank), f"{self.scan_step}.bias": (C,), self.scan_skip: (C,)}
         return shapes | {self.delta_taps: (C, 1, kind.taps), self.delta_decay: (C, K)}
+
+    def block(self, c: Config, shared: SharedBlocks, layer: int) -> dict[str, tuple[int, ...]]:
+        """Return the tensors of a layer with a shared block, and those of the block if they have its names: names after
+        `layer`, and shapes."""
+        E, M, heads, use = c.width, c.mlp_width, self.heads(c, layer), shared.use(layer)
+        shapes: dict[str, tuple[int, ...]] = {f"{self.block_out}.weight": (E, E)}
+        pairs = [(self.block_up, 2 * M, E)]
+        pairs += [(name, outs, 2 * E) for name, outs in zip(self.block_qkv, heads.values(), strict=True)]
+        for name, outs, width in pairs if shared.adapted else pairs[:1]:
+            ends = (shared.rank, width), (outs, shared.rank)
+            shapes |= {f"{name.format(use)}.{i}.weight": shape for i, shape in enumerate(ends)}
+        if shared.owners[layer] != layer:
+            return shapes
+        shapes |= {f"{name}.weight": (outs, 2 * E) for name, outs in heads.items()}
+        shapes |= {f"{self.out}.weight": (E, c.heads * c.head_dim), f"{self.down}.weight": (E, M)}
+        shapes |= {f"{name}.weight": (2 * M // len(self.up), E) for name in self.up}
+        if c.mlp_bias:
+            shapes |= {f"{name}.bias": shapes[f"{name}.weight"][:1] for name in (*self.up, self.down)}
+        return shapes | {f"{self.block_norm}.weight": (2 * E,), f"{self.mlp_norm}.weight": (E,)}
 
     def mixture(self, c: Config) -> dict[str, tuple[int, ...]]:
         """Return the tensors of a mixture of experts: names after `layer`, and shapes."""

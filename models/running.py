@@ -161,7 +161,7 @@ def _part(call: Call, r: Registers) -> None:
 
 
 def _join(call: Call, r: Registers) -> None:
-    r[call.target] = torch.cat([r[call.target], r[call.source]], 1)
+    r[call.target] = torch.cat([r[call.target], r[call.source]], 1) if call.table else r[call.source]
 
 
 def _channel_scan(call: Call, r: Registers) -> None:

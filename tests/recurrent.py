@@ -9,9 +9,10 @@ from safetensors.torch import save_file
 from kernels.layout import ChannelKind, DeltaKind, ScanKind
 from models import FAMILIES
 from models.checkpoint.headers import Checkpoint
-from models.config import Recurrent
+from models.config import Recurrent, SharedBlocks
 from models.families.granite_hybrid import SCANS
 from models.families.llama import Llama
+from models.families.zamba2 import Zamba2
 from tests.invariants import check_recurrent
 from tools.random_checkpoint import draw, make
 
@@ -24,24 +25,45 @@ MAMBA = SCANS | {"scan_norms": ("mamba.dt_layernorm", "mamba.b_layernorm", "mamb
 
 
 def hybrid(
-    folder, monkeypatch, *, kind=KIND, layers="rar", interleaved=False, beside=False, seed=1, scale=0.7, **options
+    folder,
+    monkeypatch,
+    *,
+    kind=KIND,
+    layers="rar",
+    interleaved=False,
+    beside=False,
+    shared=False,
+    seed=1,
+    scale=0.7,
+    **options,
 ):
     """Write a checkpoint of a family that is a Llama but for recurrent layers: those that `layers` names "r"; `beside`:
-    they have attention as well."""
+    they have attention as well; `shared`: all are scans, and those that it names "a" share a block."""
     scans = isinstance(kind, ScanKind | ChannelKind)
     matrices: dict[str, Any] = MAMBA if scans else {}
     more = {"rank": 5, "part_norms": "own"} if isinstance(kind, ChannelKind) else {}
     if interleaved:
         matrices = {"recurrent_in": ("linear_attn.in_proj_qkvz", "linear_attn.in_proj_ba")}
 
-    class Hybrid(Llama):
-        names = replace(Llama.names, **matrices)
+    family: Any = Zamba2 if shared else Llama
+
+    class Hybrid(family):
+        names = replace(family.names, **matrices)
+
+        @classmethod
+        def view(cls, checkpoint):
+            return checkpoint
 
         @staticmethod
         def read(fields):
-            recurs = tuple(layer == "r" for layer in layers)
+            recurs = tuple(shared or layer == "r" for layer in layers)
             recurrent = Recurrent(kind, recurs, interleaved, scans, scans, beside=beside, **more)
-            rope = {} if beside or "a" in layers else {"rope": None}
+            rope: dict[str, Any] = {} if beside or "a" in layers else {"rope": None}
+            if shared and "a" in layers:
+                owners = tuple(layers.index("a") if layer == "a" else None for layer in layers)
+                rope |= {"shared": SharedBlocks(owners, 3, adapted=True)}
+            if shared:
+                rope |= {"alone": ("attention",) * len(layers)}
             return replace(Llama.read(fields), recurrent=recurrent, **rope)
 
     monkeypatch.setitem(FAMILIES, "LlamaForCausalLM", Hybrid)

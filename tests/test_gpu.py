@@ -33,7 +33,7 @@ FAMILIES = [  # of each a variant with windows, layers without rotation, or what
     *("qwen3_5/recurrent", "qwen3_5/recurrent_interval", "granite/hybrid", "granite/scans_groups"),
     *("falcon_h1/plain", "falcon_h1/norm", "falcon_h1/bamba", "mamba2/plain"),
     *("experts/qwen3_5_recurrent", "experts/qwen3_next_recurrent", "granite/scans_experts", "kimi_linear/plain"),
-    *("kimi_linear/kinds", "bailing_hybrid/plain", "bailing_hybrid/unbounded"),
+    *("kimi_linear/kinds", "bailing_hybrid/plain", "bailing_hybrid/unbounded", "zamba2/plain", "zamba2/bias"),
     *("deepseek/dense", "deepseek/groups", "deepseek/three", "deepseek/three_halves", "deepseek/glm"),
     *("mistral/mistral4", "laguna/plain"),
     *("llama4/plain", "llama4/steps", "relatives/dbrx", "relatives/kolibri"),

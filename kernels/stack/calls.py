@@ -21,9 +21,9 @@ REGISTERS = (
     "low",
     "queries",  # its queries; or, of "low", the elements from which the inputs of steps are made
     "latent",  # the latent, and the key that is rotated
-    "values",  # what its heads make of values; or what is joined to "gates"
+    "values",  # what its heads make of values; or what is joined to "gates"; or the stream beside the embedding
     "narrow",  # what a layer makes of the stream to weigh its input of each token
-    "inputs",  # those inputs, of all layers side by side
+    "inputs",  # those inputs, of all layers side by side; or the embedding
     "streams",  # N E: of AltUp, of which the stream is a copy of one
     "weights",  # by which they change
     "steps",  # the inputs of steps of a scan by channels, or of decays
@@ -62,7 +62,7 @@ CODES = (
     "channel_conv",  # target = its convolution of source
     "part",  # target = the elements of source from which the inputs of steps are made
     "channel_scan",  # target, "convolved", = the scan of source, "convolved", "low" and "steps"
-    "join",  # target, of `table` elements, gets those of source after its own
+    "join",  # target, of `table` elements, gets those of source after its own; of 0, it becomes source
 )
 
 

@@ -30,7 +30,8 @@ def followed(
     now = dict.fromkeys(REGISTERS, 0) | {"stream": width, "streams": streams * width}
     layers = {call.table for call in calls if call.code == "inject"}
     narrow = next((call.matrix.matrix.packed.outs for call in calls if call.target == "narrow"), 0)
-    now["inputs"] = narrow * (1 + max(layers, default=-1))
+    whole = width * any(call.source == "inputs" for call in calls)
+    now["inputs"] = whole or narrow * (1 + max(layers, default=-1))
     most, found = dict(now), []
     follow = _Following(dtype, width)
     for call in calls:
@@ -194,11 +195,11 @@ class _Following:
         return channels
 
     def _join(self, call: Call, now: Widths) -> int:
-        if now[call.target] != call.table or call.source == call.target:
+        if (call.table and now[call.target] != call.table) or call.source == call.target:
             raise ValueError(
                 f"join: expected rows of {call.table} before those of {call.source}, got {now[call.target]}"
             )
-        return now[call.target] + now[call.source]
+        return call.table + now[call.source]
 
     def _absorb(self, call: Call, now: Widths) -> int:
         sizes = call.latent.heads.sizes

@@ -103,6 +103,7 @@ LANGUAGE_MODELS = {kind: model.architecture for kind, model in TEXT_MODELS.items
     "vaultgemma": "VaultGemmaForCausalLM",
     "xglm": "XGLMForCausalLM",
     "youtu": "YoutuForCausalLM",
+    "zamba2": "Zamba2ForCausalLM",
 }
 
 

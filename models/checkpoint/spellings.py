@@ -24,6 +24,7 @@ _USUAL = {  # in this order
     ".mlp.router.gate.": ".mlp.gate.",
     ".mlp.router.": ".mlp.gate.",
     ".block_sparse_moe.": ".mlp.",
+    ".mamba_decoder.": ".",  # of Zamba2, in layers with a block
     ".base_layer.": ".",  # beside the adapters of Phi-4-multimodal
     ".mlp.gate.wg.": ".mlp.gate.",  # Hunyuan
     ".mlp.shared_mlp.": ".mlp.shared_experts.",

@@ -38,10 +38,11 @@ BESIDE = {"kind": SCAN, "beside": True}
 
 
 BY_CHANNELS = {"kind": CHANNELS}
-NAMES = ["delta net", "delta net by key", "scan", "scan beside attention", "scan by channels"]
+SHARED = {"kind": SCAN, "shared": True, "seed": 7}
+NAMES = ["delta net", "delta net by key", "scan", "scan beside attention", "scans sharing blocks", "scan by channels"]
 
 
-@pytest.fixture(params=[{}, {"kind": BY_KEY}, {"kind": SCAN}, BESIDE, BY_CHANNELS], ids=NAMES)
+@pytest.fixture(params=[{}, {"kind": BY_KEY}, {"kind": SCAN}, BESIDE, SHARED, BY_CHANNELS], ids=NAMES)
 def load(request, tmp_path, monkeypatch):
     def make(**options):
         names = "layers", "seed"
@@ -100,7 +101,7 @@ def test_drafts_of_another_recurrent_model(search, load, tmp_path, monkeypatch):
 
 @pytest.mark.parametrize("layers", ["ra", "rrra", "ar", "arrr", "rr"])
 @pytest.mark.parametrize(
-    "load", [{}, {"interleaved": True}, {"kind": SCAN}, BESIDE, BY_CHANNELS], indirect=True, ids=str
+    "load", [{}, {"interleaved": True}, {"kind": SCAN}, BESIDE, SHARED, BY_CHANNELS], indirect=True, ids=str
 )
 def test_layers_of_both_kinds_in_any_order(layers, load):
     engine = load(layers=layers)

@@ -31,7 +31,7 @@ KINDS = [  # of layers, of what a layer keeps, and of what depends on the length
     *("llama/dynamic", "phi3/longrope", "phi3/longrope_window", "mistral/ministral3", "opt/plain", "gpt2/plain"),
     *("gemma/two", "gemma/three", "gpt_oss/plain", "experts/mixtral_window", "lfm2/plain", "experts/lfm2"),
     *("qwen3_5/recurrent", "experts/qwen3_next_recurrent", "granite/scans_groups", "granite/scans_experts"),
-    *("kimi_linear/plain", "bailing_hybrid/plain"),
+    *("kimi_linear/plain", "bailing_hybrid/plain", "zamba2/plain"),
 ]
 SEARCHES = {
     "sample": Sample(seed=5, min_p=0.02, xtc_probability=0.5, xtc_threshold=0.05),

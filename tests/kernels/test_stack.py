@@ -47,7 +47,7 @@ VARIANTS = [
     *("mistral/ministral3", "smollm3/plain", "granite/plain", "olmo/olmo3", "hunyuan/plain"),
     *("lfm2/plain", "lfm2/bias", "lfm2/one_tap", "lfm3/plain", "bitnet/plain"),
     *("olmo_hybrid/plain", "olmo_hybrid/rotated", "kimi_linear/plain", "kimi_linear/kinds"),
-    *("bailing_hybrid/plain", "bailing_hybrid/unbounded"),
+    *("bailing_hybrid/plain", "bailing_hybrid/unbounded", "zamba2/plain", "zamba2/bias"),
     *("experts/qwen2", "experts/qwen3_steps", "experts/olmoe", "experts/mixtral_window", "experts/granite_shared"),
     *("experts/lfm2", "experts/phi", "experts/qwen3_5", "experts/qwen3_next", "gpt_oss/plain"),
     *("qwen3_5/recurrent_taps", "experts/qwen3_next_recurrent", "granite/scans_experts", "granite/scans_groups"),
@@ -283,8 +283,9 @@ def test_an_int8_cache_of_other_families(variant, monkeypatch):
     [
         *({}, {"interleaved": True, "layers": "rrar"}, {"kind": SCAN, "layers": "rrar"}),
         *({"kind": SCAN, "beside": True}, {"kind": CHANNELS, "layers": "rrar"}, {"kind": BY_KEY}),
+        {"kind": SCAN, "shared": True, "layers": "araa"},
     ],
-    ids=["in order", "interleaved", "scan", "scan beside attention", "scan by channels", "decays by key"],
+    ids=["in order", "interleaved", "scan", "scan beside attention", "scan by channels", "decays by key", "shared"],
 )
 def test_recurrent_layers_as_their_operators(options, kind, tmp_path, monkeypatch):
     """Blocks end in the trunk and in branches, whose tokens read states and each other's rows."""

@@ -71,6 +71,8 @@ MATRICES = [  # of layers that few families have: model, matrix, outputs, width
     ("jamba/plain", "layers.2.mamba.out_proj", 24, 48),
     ("jamba/plain", "layers.1.self_attn.k_proj", 12, 24),
     ("lfm3/plain", "layers.1.self_attn.g_proj", 4, 24),
+    ("zamba2/plain", "layers.1.mamba_decoder.mamba.in_proj", 140, 24),
+    ("zamba2/plain", "layers.2.linear", 24, 24),
 ]
 MAMBA = [
     ("mamba/plain", "layers.0.mixer.in_proj", 96, 24),

@@ -14,7 +14,7 @@ from kernels.layout import CacheKind, ChannelKind, DeltaKind, ScanKind
 from models import FAMILIES
 from models.checkpoint.fields import Fields
 from models.checkpoint.wrapped import TEXT_MODELS
-from models.config import FULL, SLIDING, Recurrent
+from models.config import FULL, SLIDING, Recurrent, SharedBlocks
 from models.errors import CheckpointError
 from models.shape import ModelShape
 from search import Trie
@@ -33,6 +33,7 @@ HYBRID = {"num_local_experts": 0, "layer_types": ["attention"] * 4}
 SCANS = {"layer_types": ["mamba", "attention"] * 2, "mamba_n_heads": 8}
 
 HEADS = {"num_key_value_heads": 4}
+SHARED = {"layers_block_type": ["mamba", "hybrid"] * 2}
 PLAIN = {"rope_type": "default", "rope_theta": 1e4}
 YARN = {"rope_type": "yarn", "rope_theta": 1e4, "factor": 4.0, "original_max_position_embeddings": 16}
 COMPASS = {"layer_types": ["sliding_attention"] * 4, "rope_parameters": {"sliding_attention": PLAIN}}
@@ -188,6 +189,17 @@ def read(architecture, **changes):
         ("BailingHybridForCausalLM", "kda_lower_bound: expected a number below 0", {**HEADS, "kda_lower_bound": 0}),
         ("BailingHybridForCausalLM", "kda_safe_gate", {**HEADS, "kda_safe_gate": "yes"}),
         ("BailingHybridForCausalLM", "n_group", {**HEADS, "num_experts": 9}),
+        ("Zamba2ForCausalLM", "layers_block_type: expected 4 of linear_attention and hybrid", {}),
+        ("Zamba2ForCausalLM", "layers_block_type", {"layers_block_type": ["hybrid", "attention"] * 2}),
+        ("Zamba2ForCausalLM", "layer_types", {**SHARED, "layer_types": ["hybrid"] * 4}),
+        ("Zamba2ForCausalLM", "hybrid_layer_ids", {**SHARED, "hybrid_layer_ids": [0, 1]}),
+        ("Zamba2ForCausalLM", "attention_hidden_size: expected 2", {**SHARED, "attention_hidden_size": 32}),
+        ("Zamba2ForCausalLM", "n_mamba_heads", {**SHARED, "n_mamba_heads": 7}),
+        ("Zamba2ForCausalLM", "n_mamba_heads", {**SHARED, "mamba_headdim": 16}),
+        ("Zamba2ForCausalLM", "mamba_ngroups", {**SHARED, "mamba_ngroups": 3}),
+        ("Zamba2ForCausalLM", "num_mem_blocks", {**SHARED, "num_mem_blocks": 0}),
+        ("Zamba2ForCausalLM", "use_shared_attention_adapter", {**SHARED, "use_shared_attention_adapter": True}),
+        ("Zamba2ForCausalLM", "time_step_min", {**SHARED, "time_step_min": -1.0}),
         ("MiniCPM3ForCausalLM", "qk_rope_head_dim", {"num_key_value_heads": 4, "qk_rope_head_dim": 5}),
         ("GraniteSWAForCausalLM", "layer_rope_theta", {"layer_rope_theta": [1e4, 0]}),
         ("GraniteMoeSWAForCausalLM", "layer_rope_theta", {"layer_rope_theta": [1e4, 0, -1, 0]}),
@@ -273,6 +285,15 @@ def test_defaults_of_transformers():
     assert (ling.rope.theta, ling.max_positions, ling.head_gates, ling.norm_eps) == (6e6, 262144, True, 1e-6)
     assert ling.experts.layers == (False,) * 2 + (True,) * 10 and ling.experts.routing.groups == 8
     assert read("BailingHybridForCausalLM", **HEADS, kda_safe_gate=False, kda_lower_bound=1).recurrent.bound == 0
+    zamba = read("Zamba2ForCausalLM", **HEADS, num_hidden_layers=54, intermediate_size=None, time_step_min=0.25)
+    kind, steps = ScanKind(1, 8, 64, 8, 4), (0.25, math.inf)
+    assert zamba.recurrent == Recurrent(kind, (True,) * 54, conv_bias=True, steps=steps, eps=1e-5)
+    assert [i for i in range(54) if zamba.attends(i)] == [6, 12, 18, 24, 30, 36, 42, 47, 51]
+    assert zamba.shared == SharedBlocks(tuple(6 if zamba.attends(i) else None for i in range(54)), 128)
+    assert (zamba.mlp_width, zamba.head_dim, zamba.scale(6), zamba.activation) == (128, 16, 8**-0.5, "gelu")
+    assert (zamba.tied, zamba.max_positions, zamba.rope, zamba.norm_eps) == (True, 4096, None, 1e-5)
+    twice = read("Zamba2ForCausalLM", **SHARED, num_mem_blocks=2, use_mem_rope=True, use_long_context=True)
+    assert (twice.shared.owners, twice.max_positions) == ((None, 1, None, 3), 16384)
     laguna = read("LagunaForCausalLM", head_dim=None)
     assert (laguna.experts.count, laguna.experts.routing.chosen, laguna.experts.layers[:2]) == (256, 8, (False, True))
     assert (laguna.ropes[0].theta, laguna.ropes[0].head_dim, laguna.head_gates) == (5e5, 4, "softplus")
@@ -440,7 +461,7 @@ def test_paddings_of_scalar_heads():
         "Gemma": 0, "Gemma2": 0, "Gemma3Text": 0, "Glm": 151329, "Glm4": 151329, "Helium": 3, "HunYuanDenseV1": 0,
         "HunYuanMoEV1": 0, "Ministral3": 11, "Mistral4": 11, "CohereCompassText": 0, "OPT": 1,
         "Olmo": 1, "Olmo2": 1, "Olmo3": 1, "Phi3": 32000, "SeedOss": 1,
-        "SmolLM3": 128004, "Jamba": 0, "BioGpt": 1,
+        "SmolLM3": 128004, "Jamba": 0, "BioGpt": 1, "Zamba2": 0,
     }  # fmt: skip
 
 

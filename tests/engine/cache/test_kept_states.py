@@ -129,9 +129,9 @@ def read(engine, prompt, search=None, new=4):
 
 @pytest.mark.parametrize(
     "load",
-    [{}, {"kind": SCAN}, {"kind": SCAN, "beside": True}, {"kind": CHANNELS}],
+    [{}, {"kind": SCAN}, {"kind": SCAN, "beside": True}, {"kind": SCAN, "shared": True}, {"kind": CHANNELS}],
     indirect=True,
-    ids=["delta net", "scan", "scan beside attention", "scan by channels"],
+    ids=["delta net", "scan", "scan beside attention", "scans sharing blocks", "scan by channels"],
 )
 def test_a_chat_reads_its_new_tokens_only(load, page_size):
     """By a server's requests, each with the whole conversation; then with another answer in its place."""

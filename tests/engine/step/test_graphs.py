@@ -54,7 +54,7 @@ FAMILIES = [  # of each a variant with windows, layers without rotation, or what
     *("llama4/plain", "llama4/steps", "relatives/dbrx", "relatives/olmoe_clipped", "relatives/flint"),
     *("alibi/bloom", "alibi/mpt_clipped", "alibi/falcon", "relatives/xglm", "relatives/gpt"),
     *("modernbert/plain", "cohere/compass", "laguna/plain", "relatives/mllama"),
-    *("kimi_linear/plain", "bailing_hybrid/plain"),
+    *("kimi_linear/plain", "bailing_hybrid/plain", "zamba2/plain"),
 ]
 ONE_PER_OPTION = "gemma/two", "granite/plain", "lfm2/plain", "qwen3_5/bias", "smollm3/windows", "stablelm/parallel"
 ONE_PER_OPTION += "qwen3_5/recurrent", "granite/scans", "alibi/falcon"
