@@ -306,7 +306,8 @@ class Service:
         if job is None or not job.started or entry.finish is not None:
             return
         if entry.text is not None and job.settled and entry.checked.request.distinct != TEXT_SUM:  # its best may change
-            text = entry.text.push(job.settled)
+            constrained = entry.checked.constrained
+            text = entry.text.push(job.settled if constrained is None else constrained.endings.real(job.settled))
         if job.done:
             entry.finish = finishing(self.models, entry.checked, job)
         elif entry.wants is not None and entry.wants.is_set():

@@ -66,6 +66,10 @@ class Endings:
         pairs = enumerate(zip(nodes, rests, strict=True))
         return [i for i, (node, rest) in pairs if (*tree.path(node), *rest[:-1]) in self._paths]
 
+    def real(self, tokens: Sequence[int]) -> Sequence[int]:
+        """The tokens of a path, without one at its end that stands for an end."""
+        return tokens[:-1] if self._paths and tuple(tokens[:-1]) in self._paths else tokens
+
     def settle(self, result: SearchResult, ranked: bool) -> None:
         """Give outputs their items, and those that ended because no token was allowed the finish reason "constraint".
 

@@ -2,7 +2,7 @@
 
 import pytest
 
-from engine import ConstraintError
+from engine import ConstraintError, Text
 from search import Greedy, Trie
 from tests.engine.rules.automata import EOS, Automaton, ask, named, scored
 
@@ -84,3 +84,13 @@ def test_an_end_without_tokens_keeps_the_sum_of_its_own(engine):
     for output in ask(engine, search, new=9, eos_token_ids=[47], logprobs=0, **options).outputs:
         assert output.finish_reason == "constraint" and output.score is None
         assert output.logprob == pytest.approx(sum(output.token_logprobs), abs=1e-5)
+
+
+@named
+def test_the_token_that_stands_for_an_end_is_not_streamed(engine, search):
+    """It has a text if the request names an ordinary token as its end of sequence."""
+    options = {"choices": [[40, 29]], "suppress_tokens": [29], "eos_token_ids": [37], "max_new_tokens": 5}
+    *events, done = engine.stream([5, 9], search, **options)
+    output = done.result.outputs[0]
+    assert (output.token_ids, output.finish_reason) == ([40], "constraint")
+    assert "".join(event.text for event in events if isinstance(event, Text)) == output.text
