@@ -90,6 +90,8 @@ class Endings:
         if output.finish_reason == "constraint" and (self.eos or not stands):
             # By `reached`, or found by the search itself, with STUCK in the score.
             return replace(output, score=None) if self.eos and not ranked else output
+        if stands and output.finish_reason == "interrupted":
+            return replace(output, token_ids=tokens[:-1])
         if not stands or output.finish_reason not in ("eos", "constraint"):
             return output
         logprob = None if output.logprob is None else output.logprob - STUCK

@@ -1,9 +1,11 @@
 """Outputs that end because no token is allowed."""
 
+import itertools
+
 import pytest
 
 from engine import ConstraintError, Text
-from search import Greedy, Trie
+from search import BoN, Greedy, Trie
 from tests.engine.rules.automata import EOS, Automaton, ask, named, scored
 
 pytestmark = pytest.mark.usefixtures("exact_pool")
@@ -94,3 +96,15 @@ def test_the_token_that_stands_for_an_end_is_not_streamed(engine, search):
     output = done.result.outputs[0]
     assert (output.token_ids, output.finish_reason) == ([40], "constraint")
     assert "".join(event.text for event in events if isinstance(event, Text)) == output.text
+
+
+def test_an_interrupted_output_has_no_token_that_stands_for_an_end(engine):
+    """The first utterance ends after a token, while others go on."""
+    choices = [[40, 29], [41, 50, 51, 52, 53], [42, 60, 61, 62, 63]]
+    options = {"choices": choices, "suppress_tokens": [29], "eos_token_ids": [37]}
+    outputs = []
+    for seed, most in itertools.product(range(4), range(3, 8)):
+        stopped = itertools.chain(itertools.repeat(False, most), itertools.repeat(True)).__next__
+        *_, done = engine.stream([18, 74], BoN(temperature=6.0, n=20, seed=seed), interrupted=stopped, **options)
+        outputs += [output.token_ids for output in done.result.outputs if output.finish_reason == "interrupted"]
+    assert [40] in outputs and all(37 not in tokens for tokens in outputs)
