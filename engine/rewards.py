@@ -15,6 +15,7 @@ from engine.contract import Answer, Evaluate
 from engine.errors import KVMemoryError, UsageError
 from engine.load.loading import LoadedModel
 from engine.load.options import RewardFunction
+from engine.rules.endings import Endings
 from engine.text.stopping import CONTEXT, StopStrings
 from engine.text.tokenizer import Tokenizer
 
@@ -33,6 +34,7 @@ class Responses:
         eos: ids that end a response and are no part of it.
         stops: strings that end a response and are no part of it.
         prompt_text: the prompt as text; if it was given as ids, decoded without special tokens.
+        endings: the ends of responses after which no token was allowed; None if no token is ever forbidden.
     """
 
     tokenizer: Tokenizer | None
@@ -41,9 +43,11 @@ class Responses:
     eos: frozenset[int] = frozenset()
     stops: StopStrings | None = None
     prompt_text: str = ""
+    endings: Endings | None = None
 
     def body(self, tokens: Sequence[int]) -> Sequence[int]:
-        """A response without its end-of-sequence token."""
+        """A response without its end-of-sequence token, or the token that stands for one."""
+        tokens = tokens if self.endings is None else self.endings.real(tokens)
         return tokens[:-1] if tokens and tokens[-1] in self.eos else tokens
 
     def text(self, tokens: Sequence[int]) -> str:

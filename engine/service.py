@@ -415,7 +415,8 @@ def judge_of(models: Models, driver: Driver, job: Job, checked: Checked) -> Judg
     request, target, given = checked.request, models.target, checked.request.prompt
     if checked.healed or not isinstance(given, str):
         given = target.tokenizer.decode(checked.ids) if target.tokenizer else ""
-    answer = Responses(target.tokenizer, checked.ids, request.messages, checked.eos, checked.stops, given)
+    endings = None if checked.constrained is None else checked.constrained.endings
+    answer = Responses(target.tokenizer, checked.ids, request.messages, checked.eos, checked.stops, given, endings)
     reward = request.reward or models.reward or models.others["reward"]
     return make_judge(reward, target, answer, lambda prompt: driver.open_tree(job, "reward", prompt))
 

@@ -4,9 +4,9 @@ import itertools
 
 import pytest
 
-from engine import ConstraintError, Text
-from search import BoN, Greedy, Trie
-from tests.engine.rules.automata import EOS, Automaton, ask, named, scored
+from engine import ConstraintError, Engine, Text
+from search import BoN, Greedy, SBoN, Trie
+from tests.engine.rules.automata import EOS, GOLDEN, Automaton, ask, named, scored
 
 pytestmark = pytest.mark.usefixtures("exact_pool")
 
@@ -108,3 +108,15 @@ def test_an_interrupted_output_has_no_token_that_stands_for_an_end(engine):
         *_, done = engine.stream([18, 74], BoN(temperature=6.0, n=20, seed=seed), interrupted=stopped, **options)
         outputs += [output.token_ids for output in done.result.outputs if output.finish_reason == "interrupted"]
     assert [40] in outputs and all(37 not in tokens for tokens in outputs)
+
+
+def test_a_reward_is_of_the_tokens_before_an_end():
+    """Without end-of-sequence tokens, token 0 stands for the end."""
+    judge = Engine.load(GOLDEN / "llama/classifier", dtype="float32", kv_memory="4M")
+    engine = Engine.load(GOLDEN / "llama/plain", dtype="float32", kv_memory="4M")
+    engine.add("reward", judge)
+    options = {"choices": [[40, 29], [60, 29]], "suppress_tokens": [29], "ignore_eos": True}
+    for search in (BoN(n=4), SBoN(n=4, tau=1)):
+        output = ask(engine, search, **options).outputs[0]
+        assert output.token_ids in ([40], [60]) and output.finish_reason == "constraint"
+        assert output.score == pytest.approx(*judge.scores([[5, 6, 7, *output.token_ids]]))
