@@ -404,7 +404,8 @@ def ends_of(
                 reasons[i] = "constraint"
         if stops is not None:
             for i, (node, rest) in enumerate(zip(nodes, rests, strict=True)):
-                reasons[i] = "stop" if stops([*tree.path(node), *rest]) else reasons[i]
+                path = [*tree.path(node), *rest]
+                reasons[i] = "stop" if stops(path if endings is None else endings.real(path)) else reasons[i]
         return reasons
 
     return ends

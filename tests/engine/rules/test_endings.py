@@ -120,3 +120,11 @@ def test_a_reward_is_of_the_tokens_before_an_end():
         output = ask(engine, search, **options).outputs[0]
         assert output.token_ids in ([40], [60]) and output.finish_reason == "constraint"
         assert output.score == pytest.approx(*judge.scores([[5, 6, 7, *output.token_ids]]))
+
+
+@named
+def test_the_token_that_stands_for_an_end_completes_no_stop_string(engine, search):
+    """Without end-of-sequence tokens it is token 0, the spelling of which may be a stop string."""
+    options = {"choices": [[40, 29]], "suppress_tokens": [29], "ignore_eos": True, "stop": ["<unk>"]}
+    output = ask(engine, search, **options).outputs[0]
+    assert (output.token_ids, output.finish_reason) == ([40], "constraint") and output.logprob > -99
