@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from engine.cache.tree import TokenTree
-from engine.contract import Output, SearchResult
+from engine.contract import Output, Report, SearchResult
 from engine.rules.constraint import ConstraintError
 from engine.rules.state import NodeState, NodeStates, ending
 
@@ -69,6 +69,18 @@ class Endings:
     def real(self, tokens: Sequence[int]) -> Sequence[int]:
         """The tokens of a path, without one at its end that stands for an end."""
         return tokens[:-1] if self._paths and tuple(tokens[:-1]) in self._paths else tokens
+
+    def shown(self, report: Report) -> Report:
+        """A report whose candidates lack tokens that stand for an end, and have no score then."""
+
+        best, beams = report.best, report.beams
+
+        def real_beams() -> list[tuple[float | None, Sequence[int]]]:
+            pairs = [(score, tokens, self.real(tokens)) for score, tokens in beams()] if beams else []
+            return [(score if real is tokens else None, real) for score, tokens, real in pairs]
+
+        known = best and (lambda: self.real(best()))
+        return replace(report, best=known, beams=beams and real_beams)
 
     def settle(self, result: SearchResult, ranked: bool) -> None:
         """Give outputs their items, and those that ended because no token was allowed the finish reason "constraint".

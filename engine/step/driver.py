@@ -374,8 +374,8 @@ class Driver:
             if job.foreign:
                 request = checks.guarded_report(request, fail)
             job.settled += request.settled
-            job.report = request
-            job.trace.reported(request)
+            job.report = request if job.constrained is None else job.constrained.endings.shown(request)
+            job.trace.reported(job.report)
             with self._phase("search"):
                 request = job.generator.send(None)
         if wrong := checks.request_fault(request, job.trees, job.has_row) or (

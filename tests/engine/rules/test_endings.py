@@ -4,8 +4,8 @@ import itertools
 
 import pytest
 
-from engine import ConstraintError, Engine, Text
-from search import BoN, Greedy, SBoN, Trie
+from engine import ConstraintError, Engine, Progress, Text
+from search import BoN, Diverse, Greedy, SBoN, Trie
 from tests.engine.rules.automata import EOS, GOLDEN, Automaton, ask, named, scored
 
 pytestmark = pytest.mark.usefixtures("exact_pool")
@@ -128,3 +128,17 @@ def test_the_token_that_stands_for_an_end_completes_no_stop_string(engine, searc
     options = {"choices": [[40, 29]], "suppress_tokens": [29], "ignore_eos": True, "stop": ["<unk>"]}
     output = ask(engine, search, **options).outputs[0]
     assert (output.token_ids, output.finish_reason) == ([40], "constraint") and output.logprob > -99
+
+
+@pytest.mark.parametrize("search", [Trie(beams=3), Diverse(beams=3, groups=1)], ids=repr)
+def test_candidates_lack_the_token_that_stands_for_an_end(engine, search):
+    choices = [[40, 29, 18], [41, 50, 51, 52, 53, 54, 55], [42, 60, 61, 62, 63, 64]]
+    options = {"choices": choices, "suppress_tokens": [29], "eos_token_ids": [37], "max_new_tokens": 8}
+    shown = [
+        (score, [*tokens])
+        for event in engine.stream([18, 74], search, **options)
+        if isinstance(event, Progress) and event.report.beams
+        for score, tokens in event.report.beams()
+    ]
+    assert (None, [40]) in shown and not any(tokens == [40, 37] for _, tokens in shown)
+    assert all(score is None or score > -1e3 for score, _ in shown)
