@@ -396,14 +396,13 @@ class Checkpoint:
         readers = dict[str, RowReader]()
         for suffix, part in scheme.parts(*shape).items():
             name = f"{stored.removesuffix('.weight')}.{suffix}"
-            info = self.tensors.get(name)
-            if info and len(info.shape) == 2 and info.shape[0] == shape[0]:
+            if (info := self.tensors.get(name)) and len(info.shape) == 2 and info.shape[0] == shape[0]:
                 readers[suffix] = RowReader(info, name)
             elif not part.optional:
-                file, got = self.tensors[name].file, [*self.tensors[name].shape]
-                what = f"{show(name)}: an embedding is read row by row, expected {shape[0]} rows, got {got}"
+                info = self.tensors[name]
+                what = f"{show(name)}: an embedding is read row by row, expected {shape[0]} rows, got {[*info.shape]}"
                 remedy = "Use one whose embedding has scales for each row and no packed zeros, or is not quantised."
-                raise CheckpointError(what, where=show(file), remedy=remedy)
+                raise CheckpointError(what, where=show(info.file), remedy=remedy)
         return GroupedReader(scheme, shape[1], readers, stored)
 
 
