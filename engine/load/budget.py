@@ -141,7 +141,8 @@ def plan(options: LoadOptions, workload: Workload, runtime: int | None = None) -
             lines["weights of adapters"] = sum(adapter.bytes(small, precision.dtype) for adapter in adapters.values())
         if not own_head:
             lines[f"{name} tokenizer".strip()] = _pieces(checkpoint.vocabulary) or _tokenizer(checkpoint.folder)
-        lines[f"{name} scratch of a pass".strip()] = _scratch(size, precision.dtype, workload, drafts)
+        scratch = _scratch(size, precision.dtype, workload, drafts and role != "reward")
+        lines[f"{name} scratch of a pass".strip()] = scratch
         token += size.shape.kv_bytes_per_token(dtype_of_cache(options.kv_dtype, precision.dtype))
         shapes.append(size.shape)
     if drafts and options.drafts in ("suffix", "auto"):

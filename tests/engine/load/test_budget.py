@@ -364,6 +364,14 @@ def test_rows_of_drafts_are_counted(checkpoint, drafts, search, drafted):
         assert "--drafts off (" in refused.value.remedy
 
 
+def test_nothing_is_drafted_for_a_reward_model():
+    off, some = (
+        plan(LoadOptions(GOLDEN / "llama/gqa", reward=GOLDEN / "llama/classifier", drafts=drafts), Workload(Trie()), 0)
+        for drafts in ("off", "ngrams")
+    )
+    assert [name for name, size in some.lines.items() if size > off.lines[name]] == ["target scratch of a pass"]
+
+
 HOLES = """
 import torch
 from engine.load.budget import resident
