@@ -103,7 +103,7 @@ def _load(path: Path, _modified: int, _size: int) -> Vectors:
     try:
         data = read_regular(path, LARGEST)
         found = safetensors.torch.load(data)  # checks the header
-        metadata = json.loads(data[8 : 8 + int.from_bytes(data[:8], "little")]).get("__metadata__", {})
+        metadata = json.loads(data[8 : 8 + int.from_bytes(data[:8], "little")]).get("__metadata__") or {}
     except (SafetensorError, ValueError, KeyError) as error:
         raise UsageError(f"prior: {path} is no safetensors file: {error}", remedy=REMEDY) from None
     logp, tokens = found.get("logp", torch.empty(0)), found.get("tokens", torch.empty(0))

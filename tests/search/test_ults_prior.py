@@ -247,6 +247,19 @@ def test_a_damaged_file_is_refused(tmp_path):
             Vectors.load(tmp_path / f"prior{place}")
 
 
+def test_a_file_of_others_has_no_checksum(tmp_path):
+    from safetensors.torch import save
+
+    vectors = Vectors.of(torch.log_softmax(torch.randn(5, 100), -1))
+    whole = save({"logp": vectors.logp_RK, "tokens": vectors.tokens_RK})
+    length = int.from_bytes(whole[:8], "little")
+    header = b'{"__metadata__":null,' + whole[9 : 8 + length]
+    (tmp_path / "plain").write_bytes(whole)
+    (tmp_path / "null").write_bytes(len(header).to_bytes(8, "little") + header + whole[8 + length :])
+    for name in ("plain", "null"):
+        assert Vectors.load(tmp_path / name).logp_RK.equal(vectors.logp_RK)
+
+
 def test_a_file_that_is_too_large(tmp_path):
     with (tmp_path / "model").open("wb") as file:
         file.truncate(1 << 40)  # of holes
