@@ -250,7 +250,7 @@ def make_request(
     _known(params, known, "params.", flags | dict.fromkeys(KEYS, "it is a key of the line, beside params"))
     own_rules = _own_rules(record, params)
     name, generation = chosen(params, args.search), getattr(args, "generation", Generation())
-    bounds = _bounds(params, args, with_changes(generation.rules_of(name) | rules(args), own_rules))
+    bounds = _bounds(params, args, with_changes(with_changes(generation.rules_of(name), rules(args)), own_rules))
     search = _search(params, args, name, generation)
     if given != ["messages"]:
         if other := next((key for key in TEMPLATE if key in record), None):

@@ -46,7 +46,8 @@ class Settings:
     def over(self, generation: Generation) -> "Settings":
         """These settings, with a checkpoint's defaults for generation where fields are not given."""
         params = generation.params_of(parameters(self.search)) | dict(self.params)
-        return dataclasses.replace(self, params=params, rules=generation.rules_of(self.search) | dict(self.rules))
+        rules = with_changes(generation.rules_of(self.search), self.rules)
+        return dataclasses.replace(self, params=params, rules=rules)
 
     def limits(self) -> dict[str, Any]:
         """Options of `Engine.stream`: limits and constraints."""

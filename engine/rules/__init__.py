@@ -314,6 +314,8 @@ def _thinks(prompt: Sequence[int], tokenizer: Tokenizer) -> bool:
 def with_changes(given: Mapping[str, Any], changes: Mapping[str, Any]) -> dict[str, Any]:
     """Fields of `Rules` after changes: a new field replaces those that it excludes."""
     excluded = ONE_OF if any(name in changes for name in ONE_OF) else ()
+    if "min_new_tokens" in changes:  # even if it is 0, as in transformers
+        excluded = (*excluded, "min_length")
     return {name: value for name, value in given.items() if name not in excluded} | dict(changes)
 
 
