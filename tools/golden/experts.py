@@ -2,8 +2,8 @@
 
 from typing import Any
 
-from tools.golden.base import ABSENT, BORDER, VOCAB, variants
-from tools.golden.qwen3_5 import BLOCKS, RECURRENT
+from tools.golden.base import ABSENT, BLOCKS, BORDER, VOCAB, variants
+from tools.golden.qwen3_5 import RECURRENT
 
 WIDTH = 24
 CONFIG: dict[str, Any] = {

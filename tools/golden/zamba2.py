@@ -1,11 +1,8 @@
 """Zamba2: one and two blocks that layers share or do not, their adapters, rotation, biases, groups, absent fields."""
 
-from __future__ import annotations
-
 from typing import Any
 
-from tools.golden.base import ABSENT, VOCAB, variants
-from tools.golden.qwen3_5 import BLOCKS
+from tools.golden.base import ABSENT, BLOCKS, VOCAB, variants
 
 MAMBA, HYBRID = "linear_attention", "hybrid"
 CONFIG: dict[str, Any] = {
