@@ -359,7 +359,7 @@ class AfterSpelledThought(AfterThought):
         constraint: the other constraint.
         closing: the tag, in ASCII.
         data: the bytes of each token; the thought has no tokens beyond these.
-        longer: the tokens that have the tag's last byte before their last one.
+        longer: the tokens with the tag's last byte before the end of their own bytes.
         free_V: flags of the tokens that the thought may have, int64 [V].
     """
 
