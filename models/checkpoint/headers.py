@@ -401,7 +401,7 @@ class Checkpoint:
             elif not part.optional:
                 info = self.tensors[name]
                 what = f"{show(name)}: an embedding is read row by row, expected {shape[0]} rows, got {[*info.shape]}"
-                remedy = "Use one whose embedding has scales for each row and no packed zeros, or is not quantised."
+                remedy = "Use a checkpoint whose embedding has scales per row and no packed zeros, or is not quantised."
                 raise CheckpointError(what, where=show(info.file), remedy=remedy)
         return GroupedReader(scheme, shape[1], readers, stored)
 

@@ -112,11 +112,13 @@ def _kinds(fields: Fields, layers: int) -> list[str]:
 
 SIZES = "n_embd", "n_head", "n_layer", "n_inner", "n_positions"
 USUAL = "hidden_size", "num_attention_heads", "num_hidden_layers", "", "max_position_embeddings"
+ONE_NAME = "seq_length", "max_seq_len"  # lengths that transformers reads by this name only
 
 
 def by_own_names(fields: Fields, names: Sequence[str] = SIZES) -> Fields:
     """Return the fields with those in `USUAL`, which take precedence as in transformers, by the family's `names`."""
-    given = {own: fields.config.get(usual) for own, usual in zip(names, USUAL, strict=True)}
+    pairs = zip(names, USUAL, strict=True)
+    given = {own: fields.config.get(usual) for own, usual in pairs if own not in ONE_NAME}
     return fields.changed({own: value for own, value in given.items() if value is not None})
 
 

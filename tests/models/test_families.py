@@ -530,9 +530,11 @@ def test_the_defaults_of_llama_4():
     ],
 )
 def test_usual_names_of_sizes(architecture, names):
-    """Transformers reads them in these families as well, and prefers them."""
+    """Transformers reads them in these families as well, and prefers them; but not for the lengths of MPT and BLOOM."""
     fields = {"vocab_size": 100, "rotary_dim": 4, "attention_types": [[["global"], 2]], "architectures": [architecture]}
-    usual = "hidden_size", "num_attention_heads", "num_hidden_layers", "max_position_embeddings"
+    length = names.split()[-1]
+    usual = ["hidden_size", "num_attention_heads", "num_hidden_layers", "max_position_embeddings"]
+    usual[3] = length if "seq" in length else usual[3]
     sizes = 24, 4, 2, 77
 
     def read_as(*each):
@@ -541,7 +543,7 @@ def test_usual_names_of_sizes(architecture, names):
 
     c = read_as(names.split())
     assert (c.width, c.heads, c.layers, c.max_positions) == sizes and read_as(usual) == c
-    wrong = dict.fromkeys(names.split(), 8)
+    wrong = dict.fromkeys(["max_position_embeddings", *names.split()], 8)
     both = Fields(fields | wrong | dict(zip(usual, sizes, strict=True)), "config.json")
     assert FAMILIES[architecture].read(both) == c
 
