@@ -277,7 +277,7 @@ def ended(read: Callable[[], Any]) -> tuple[int, str]:
 
 def loading(folder: Path, *flags: str) -> Callable[[], None]:
     """Loads a folder as the command lines do, encodes and renders a text, and answers a prompt."""
-    argv = ["--model", folder, "--threads", 1, "--kv-memory", "384K", *flags]
+    argv = ["--model", folder, "--threads", 1, "--kv-memory", "512K", *flags]
     args = chat.parser().parse_args([*map(str, argv)])
 
     def read() -> None:
