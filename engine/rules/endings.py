@@ -72,7 +72,6 @@ class Endings:
 
     def shown(self, report: Report) -> Report:
         """A report whose candidates lack tokens that stand for an end, and have no score then."""
-
         best, beams = report.best, report.beams
 
         def real_beams() -> list[tuple[float | None, Sequence[int]]]:
