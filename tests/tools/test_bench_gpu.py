@@ -92,7 +92,8 @@ def stand_in(monkeypatch):
     monkeypatch.setattr(single_kernels, "MIXTURE", (7, 2, 64, 32))
     monkeypatch.setattr(recurrent_layers, "PASSES", ((1, 1), (1, 33)))
     for name, kind in recurrent_layers.LAYERS.items():
-        monkeypatch.setitem(recurrent_layers.LAYERS, name, type(kind)(1, 2, 4, 4, 4))
+        small = dataclasses.replace(kind, key_heads=1, value_heads=min(2, kind.value_heads), key_size=4, value_size=4)
+        monkeypatch.setitem(recurrent_layers.LAYERS, name, small)
     monkeypatch.setattr(whole_steps, "RUNS", 1)
     monkeypatch.setattr(single_kernels, "COLD", 0)
     monkeypatch.setattr(each_kernel, "LATER", 1)
@@ -178,12 +179,12 @@ def test_every_stage_finds_its_figures(stand_in, capsys, tmp_path):
     unmet = [name for name, target in targets.items() if target["value"] is None]
     assert len(targets) == 19 and unmet == ["attention, least x FlexAttention"]
     assert targets["kernels that fail or are wrong"]["met"], results["smoke"]
-    assert len(results["smoke"]["rows"]) == 34
+    assert len(results["smoke"]["rows"]) == 36
     assert all(row["difference"] < 0.05 for row in results["attention"]["rows"])
     assert targets["3 beams, prompt 20, x transformers"]["met"] and targets["beams of Qwen3-0.6B's shape"]["met"]
     assert {row["searches"]: row["bytes"] for row in results["searches"]["rows"]}.keys() == {1, 3}
     assert [row["weights"] for row in results["experts"]["rows"]] == ["bfloat16", "int8", "int4"]
-    assert [row["tokens"] for row in results["states"]["rows"]] == [1, 33] * 2
+    assert [row["tokens"] for row in results["states"]["rows"]] == [1, 33] * 4
     anything, items = results["catalogue"]["rows"]
     assert (anything["outputs"], items["outputs"], items["beams"]) == ("any tokens", "items", 7)
     assert items["steps"].count("+") >= 2 and "wait" not in items["host"] and items["device"] == pytest.approx(16e-6)
