@@ -53,6 +53,7 @@ class TokenTree(PlacedNodes):
         self._read = 0  # trunk tokens in the cache when the variant of rotary embeddings last changed
         self.drafts = Drafts()
         self._reserved: list[int] | None = None  # branch slots, see `reserve`
+        self.use_rope(switch_length is not None and len(prompt) > switch_length)
 
     # --- pruning ---
 

@@ -50,9 +50,8 @@ class ModelDrafts:
         self._end = self.tree.root  # the node of the text's last token
         self._vocab, switch = shape.vocab_size, shape.switch_length
         self._longest = math.inf if shape.max_positions is None else shape.max_positions
-        if switch is not None:  # rotary embeddings do not change within a text that is drafted
-            self.tree.use_rope(len(prompt) > switch)
-            self._longest = self._longest if len(prompt) > switch else switch
+        if switch is not None and not self.tree.trunk.long_rope:
+            self._longest = switch  # rotary embeddings do not change within a text that is drafted
         self._fits = max(prompt) < self._vocab
         if pool.prefixes is not None:
             self.tree.reuse()

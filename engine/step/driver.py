@@ -78,7 +78,6 @@ class Driver:
         job.trees.append(tree)
         tree.salt, tree.trunk.adapter, tree.trunk.salt = job.salt, adapter, salt
         if runner.pool.prefixes is not None:
-            tree.use_rope(switch is not None and len(prompt) > switch)
             tree.reuse()
         if job.drafts is not None and model == "target" and len(job.trees) == 1:
             job.drafts.begin(tree)

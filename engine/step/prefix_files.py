@@ -86,7 +86,6 @@ def _tree(runner: Runner, tokens: Sequence[int], salt: str) -> Iterator[TokenTre
     """Context with a tree of tokens, to be filled; its evaluated tokens are then kept as a prefix."""
     switch = runner.model.shape.switch_length
     tree = TokenTree(runner.pool, tokens, expected=len(tokens), switch_length=switch)
-    tree.use_rope(switch is not None and len(tokens) > switch)
     tree.salt = salt
     try:
         with torch.inference_mode():
