@@ -111,8 +111,7 @@ class Engine:
         if callable(options.reward):
             target.reward = options.reward
         draft = models["draft"].runner if "draft" in models else None
-        of_target = target.runner, target.shard.size, target.model.tokenizer
-        if drafter := chosen_drafter(options.drafts, *of_target, draft):
+        if drafter := chosen_drafter(options.drafts, target.runner, target.model.tokenizer, draft):
             target.drafts = EngineDrafts(drafter)
         trim_memory()
         release_libraries()  # those that only loading uses

@@ -34,7 +34,6 @@ from engine.text.stopping import CONTEXT, StopStrings, check_stop
 from engine.text.tokenizer import Tokenizer
 from engine.words import TEXT_SUM
 from models.draft_heads import DraftHead
-from models.shard import Shard
 
 
 @dataclass(frozen=True)
@@ -232,11 +231,6 @@ class Models:
     drafters: RequestedDrafters = field(default_factory=RequestedDrafters)
 
     @property
-    def shard(self) -> Shard:
-        """The rank of this process among those that share the models."""
-        return getattr(self.target.runner.model, "shard", Shard())
-
-    @property
     def by_role(self) -> dict[str, LoadedModel]:
         return {"target": self.target, **self.others}
 
@@ -417,7 +411,7 @@ def _check_roles(models: Models, request: Request) -> None:
         if role == "draft" and isinstance(models.others[role].runner.model, DraftHead):
             remedy = "give a model by --draft; a head drafts under other searches, by --drafts"
             raise UsageError("this search needs a draft model, and the draft is a head of the model", remedy=remedy)
-    if models.shard.size > 1 and getattr(request.search, "save", None) is not None:
+    if models.target.runner.shared and getattr(request.search, "save", None) is not None:
         raise UsageError("save: processes that share a model save nothing", remedy="leave out --aded-save")
 
 

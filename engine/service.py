@@ -373,7 +373,7 @@ def starter(
                 lambda model, prompt: driver.open_tree(job, model, prompt),
                 target.tokenizer,
                 # With measured times, processes that share the model would diverge.
-                None if models.shard.size > 1 else lambda tokens: time.charge(tokens, *job.batch_load),
+                None if target.runner.shared else lambda tokens: time.charge(tokens, *job.batch_load),
                 model_key=model_key,
                 start_token=target.start_token,
                 judge=judge_of(models, driver, job, checked) if "reward" in search.models else None,

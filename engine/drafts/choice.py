@@ -12,7 +12,6 @@ NAMES = ("off", "auto", "ngrams", "suffix", "model", "mtp")
 def chosen_drafter(
     named: str | Drafter,
     runner: Any,
-    processes: int,
     tokenizer: Any = None,
     draft: Any = None,
     capacity: int | None = None,
@@ -22,7 +21,6 @@ def chosen_drafter(
     Args:
         named: one of `NAMES`, or a drafter.
         runner: the target's runner, see `engine.step.runner`.
-        processes: number of processes that share the model.
         tokenizer: its tokenizer; None if it has none.
         draft: the runner of a draft model, or of a head of the target; None without one.
         capacity: tokens of a suffix store; None: the default.
@@ -35,7 +33,7 @@ def chosen_drafter(
     why = ""
     if runner.asynchronous or runner.device.type != "cpu":
         why = "they are supported on a CPU only"
-    elif processes > 1:
+    elif runner.shared:
         why = "they depend on measured times, on which processes that share a model would differ"
     elif runner.token_buckets:
         why = "a compiled model supports few sizes of passes"

@@ -46,8 +46,7 @@ class RequestedDrafters:
         if isinstance(choice, str) and choice in self._made and self._made[choice][0] is runner:
             return self._made[choice][1]
         target = models.target
-        of_target = target.runner, models.shard.size, target.tokenizer
-        drafter: Drafter | None = chosen_drafter(choice, *of_target, runner, FIRST_CAPACITY)
+        drafter: Drafter | None = chosen_drafter(choice, target.runner, target.tokenizer, runner, FIRST_CAPACITY)
         if own is not None and isinstance(drafter, ModelDrafter) and getattr(own.drafter, "runner", None) is runner:
             return own
         if drafter is None:

@@ -20,33 +20,34 @@ def runner(device="cpu", **more):
         "device": torch.device(device),
         "asynchronous": device != "cpu",
         "token_buckets": None,
+        "shared": False,
         "impl": "cpp",
     }
     return SimpleNamespace(**fields | more)
 
 
 def test_names():
-    assert chosen_drafter("off", runner(), 1) is None
-    assert isinstance(chosen_drafter("ngrams", runner(impl="torch"), 1), NGramDrafter)
+    assert chosen_drafter("off", runner()) is None
+    assert isinstance(chosen_drafter("ngrams", runner(impl="torch")), NGramDrafter)
     own = NGramDrafter()
-    assert chosen_drafter(own, runner(), 1) is own
+    assert chosen_drafter(own, runner()) is own
 
 
 @pytest.mark.parametrize(
-    ("runner", "processes"),
-    [(runner("cuda"), 1), (runner(), 2), (runner(token_buckets=[8]), 1)],
+    "runner",
+    [runner("cuda"), runner(shared=True), runner(token_buckets=[8])],
     ids=["GPU", "processes", "compiled"],
 )
-def test_where_drafts_do_not_ride_along(runner, processes):
-    assert chosen_drafter("auto", runner, processes) is None
+def test_where_drafts_do_not_ride_along(runner):
+    assert chosen_drafter("auto", runner) is None
     for named in ("ngrams", NGramDrafter()):
         with pytest.raises(UsageError, match="drafts: "):
-            chosen_drafter(named, runner, processes)
+            chosen_drafter(named, runner)
 
 
 def test_auto_changes_no_bit():
-    assert isinstance(chosen_drafter("auto", runner(), 1), SuffixDrafter)
-    assert chosen_drafter("auto", runner(impl="torch"), 1) is None
+    assert isinstance(chosen_drafter("auto", runner()), SuffixDrafter)
+    assert chosen_drafter("auto", runner(impl="torch")) is None
 
 
 @pytest.mark.parametrize("wrong", ["fast", "", 1, None])
