@@ -7,7 +7,7 @@ whose union has the lowest rank. A word that is a token stays whole.
 from binascii import a2b_base64
 from itertools import islice
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import tokenizers
 from tokenizers import AddedToken
@@ -37,17 +37,13 @@ _CHARS = {byte: char for char, byte in BYTE_OF_CHAR.items()}
 Ranks = tuple[list[bytes], int, dict[str, int], str]  # tokens by rank, the id of the first, special tokens, pattern
 
 
-class RankTokenizer(NamedTuple):
-    """The arguments of a `LibraryEncoder`: the tokenizer, its named tokens, its guard, and its tokens and their ids."""
-
-    library: tokenizers.Tokenizer
-    names: dict[str, str]
-    guard: EncodingGuard | None
-    vocab: dict[str, int]
-
-
-def ranked(path: Path, config: dict[str, Any]) -> RankTokenizer:
+def ranked(
+    path: Path, config: dict[str, Any]
+) -> tuple[tokenizers.Tokenizer, dict[str, str], EncodingGuard | None, dict[str, int]]:
     """Read a tekken.json, whose texts begin with BOS, or a tiktoken.model; `config` is tokenizer_config.json.
+
+    Returns:
+        the arguments of a `LibraryEncoder`: the tokenizer, its named tokens, its guard, its tokens and their ids.
 
     Raises:
         CheckpointError: the file is malformed, or tokenizer_config.json does not name a known class for its ranks.
@@ -87,7 +83,7 @@ def ranked(path: Path, config: dict[str, Any]) -> RankTokenizer:
         [names.get("bos_token") if begins else None, names.get("eos_token") if ends else None],
         whole_words=True,
     )
-    return RankTokenizer(library, names, checked, vocab)
+    return library, names, checked, vocab
 
 
 def _tekken(path: Path) -> Ranks:
