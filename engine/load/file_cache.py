@@ -2,7 +2,6 @@
 
 import os
 from functools import lru_cache
-from pathlib import Path
 
 from engine.errors import UsageError
 from engine.load.sizes import read_size
@@ -11,6 +10,7 @@ from models.file_cache import FileCache
 
 VARIABLE = "COPPICE_CACHE"  # environment variable: off, or the most bytes
 BOUND = "16G"
+_at = lru_cache(maxsize=4)(FileCache)  # the same one for each place, which reports a fault once
 
 
 def file_cache(cache: str) -> FileCache | None:
@@ -32,8 +32,3 @@ def file_cache(cache: str) -> FileCache | None:
         raise UsageError(what, remedy=f"unset it: the bound is {BOUND} then") from None
     except RuntimeError:  # a user without a home
         return None
-
-
-@lru_cache(maxsize=4)
-def _at(folder: Path, bound: int) -> FileCache:
-    return FileCache(folder, bound)
