@@ -123,7 +123,7 @@ class PlacedNodes(Nodes):
                 trunk.states.extend(start, trunk_tokens)
             taken = slots.take(nodes, [*map(self._position.__getitem__, nodes)], self._wish)
         except KVMemoryError:
-            self._release(0, [])
+            trunk.truncate(self.pool, start)
             raise
         for node, slot in zip(nodes, taken, strict=True):
             self._place(node, slot)
@@ -131,13 +131,6 @@ class PlacedNodes(Nodes):
         trunk.cached = start + trunk_tokens
         self._note_peaks()
         return [trunk.slot(start + i, size) for i in range(trunk_tokens)] + [slots.table[0][slot] for slot in taken]
-
-    def _release(self, trunk_tokens: int, nodes: Sequence[int]) -> None:
-        self.slots.release([self._slot[node] for node in nodes])
-        for node in nodes:
-            self._slot[node] = NO_SLOT
-            self._bits.pop(node, None)
-        self.trunk.truncate(self.pool, self.trunk.cached - trunk_tokens)
 
     def _wish(self, position: int) -> int | None:
         """The page where the trunk will want the token at a position if it gets that far; with pages of one token."""

@@ -4,7 +4,7 @@ from collections.abc import Collection, Iterable, Sequence
 from typing import TYPE_CHECKING
 
 from engine.cache.drafts import DraftedNode, Drafts
-from engine.cache.nodes import FREED, IN_TRUNK
+from engine.cache.nodes import FREED, IN_TRUNK, NO_SLOT
 from engine.cache.placed import PlacedNodes
 from engine.cache.pool import PagePool
 from engine.cache.slots import Trunk
@@ -314,10 +314,14 @@ class TokenTree(PlacedNodes):
 
     def release_slots(self, trunk_tokens: int, nodes: Sequence[int]) -> None:
         """Undo `allocate` after a pass that failed."""
-        slots = [self.slots.table[0][self._slot[node]] for node in nodes]
-        self._release(trunk_tokens, nodes)
+        places = [self.slots.table[0][self._slot[node]] for node in nodes]
+        self.slots.release([self._slot[node] for node in nodes])
+        for node in nodes:
+            self._slot[node] = NO_SLOT
+            self._bits.pop(node, None)
+        self.trunk.truncate(self.pool, self.trunk.cached - trunk_tokens)
         if self.observer is not None:
-            self.observer.released(self, trunk_tokens, nodes, slots)
+            self.observer.released(self, trunk_tokens, nodes, places)
 
     # --- cached prefixes ---
 
