@@ -1,7 +1,7 @@
 """TokenTree: the tokens of one search, in a trunk shared by all sequences and in branches, with their slots."""
 
 from collections.abc import Collection, Iterable, Sequence
-from typing import TYPE_CHECKING
+from typing import Protocol
 
 from engine.cache.drafts import DraftedNode, Drafts
 from engine.cache.nodes import FREED, IN_TRUNK, NO_SLOT
@@ -11,8 +11,24 @@ from engine.cache.slots import Trunk
 from engine.cache.states import Held
 from engine.errors import KVMemoryError
 
-if TYPE_CHECKING:
-    from engine.contract.trace import TreeRecord
+
+class TreeObserver(Protocol):
+    """Is told of every change of a tree, after it."""
+
+    def kept(self, nodes: set[int]) -> None:
+        """`keep` was called with these nodes."""
+
+    def allocated(self, trunk_tokens: int, nodes: Sequence[int], slots: Sequence[int]) -> None:
+        """Trunk tokens and branch nodes got slots; `slots` are those of the nodes in the pool."""
+
+    def adopted(self, node: int, slot: int) -> None:
+        """A node was grown that had been drafted; `slot` is its slot in the pool."""
+
+    def released(self, trunk_tokens: int, nodes: Sequence[int], slots: Sequence[int]) -> None:
+        """Trunk tokens and branch nodes lost their slots because a pass failed or the rotary embeddings change."""
+
+    def ended(self) -> None:
+        """The branches are freed; this may be called twice."""
 
 
 class TokenTree(PlacedNodes):
@@ -30,7 +46,7 @@ class TokenTree(PlacedNodes):
             that of sequences up to this length or that of longer ones; `by_rope` and `use_rope` change between them.
 
     Attributes:
-        observer: is called after every change; None by default.
+        observer: see `TreeObserver`; None by default.
         drafts: nodes that were evaluated before the search has grown them.
         salt: the salt of cached prefixes, see `PrefixCache`; None (the default): the tree neither uses nor leaves any.
     """
@@ -46,7 +62,7 @@ class TokenTree(PlacedNodes):
     ):
         super().__init__(pool, prompt, expected, trunk)
         self.switch_length = switch_length
-        self.observer: TreeRecord | None = None
+        self.observer: TreeObserver | None = None
         self.salt: str | None = None
         self.reused = self.trunk.cached  # prompt tokens that need no evaluation
         self._stops: Collection[int] = ()  # lengths of the trunk after which a pass ends, so that states are kept
@@ -74,7 +90,7 @@ class TokenTree(PlacedNodes):
         if self.drafts.rows:
             self.drafts.rows = {node: row for node, row in self.drafts.rows.items() if self.is_live(node)}
         if self.observer is not None:
-            self.observer.kept(self, kept)
+            self.observer.kept(kept)
 
     def _keep_path(self, node: int) -> None:
         """Move the path to a node into the trunk and drop all branches at once, which is faster than one by one."""
@@ -206,7 +222,7 @@ class TokenTree(PlacedNodes):
         """Take slots for tokens that are to be evaluated, see `PlacedNodes.allocate`."""
         taken = super().allocate(trunk_tokens, nodes)
         if self.observer is not None:
-            self.observer.allocated(self, trunk_tokens, nodes, taken[trunk_tokens:])
+            self.observer.allocated(trunk_tokens, nodes, taken[trunk_tokens:])
         return taken
 
     # --- drafts ---
@@ -242,7 +258,7 @@ class TokenTree(PlacedNodes):
             self._place(node, drafted.slot)
             self._note_peaks()
             if self.observer is not None:
-                self.observer.adopted(self, node, self.slots.table[0][drafted.slot])
+                self.observer.adopted(node, self.slots.table[0][drafted.slot])
         return node
 
     def drop_draft(self, node: DraftedNode) -> None:
@@ -321,7 +337,7 @@ class TokenTree(PlacedNodes):
             self._bits.pop(node, None)
         self.trunk.truncate(self.pool, self.trunk.cached - trunk_tokens)
         if self.observer is not None:
-            self.observer.released(self, trunk_tokens, nodes, places)
+            self.observer.released(trunk_tokens, nodes, places)
 
     # --- cached prefixes ---
 
@@ -396,4 +412,4 @@ class TokenTree(PlacedNodes):
         self.pool.unclaim(self._claim)
         self._claim = range(0)
         if self.observer is not None:
-            self.observer.ended(self)
+            self.observer.ended()

@@ -71,17 +71,16 @@ class TreeRecord:
             self._index[parent, tree.token(node)] = node
             self._waiting.setdefault(parent, []).append(node)
 
-    # --- called by the tree, after the change that each method names ---
+    # --- called by the tree, see `TreeObserver` ---
 
-    def kept(self, tree: TokenTree, nodes: set[int]) -> None:
-        """`keep` was called with these nodes."""
+    def kept(self, nodes: set[int]) -> None:
         self.note_growth()
         if not self.trace.on:
             return
         self.look_up()
         self._kept = nodes
         self._note_stem()
-        for node in [node for node in self._branches if not tree.is_live(node)]:
+        for node in [node for node in self._branches if not self.tree.is_live(node)]:
             self.dropped[node] = self.trace.step
             del self._branches[node]
             self._rows.pop(node, None)
@@ -107,35 +106,31 @@ class TreeRecord:
         self._root = self.tree.root
         self._note_trunk()
 
-    def allocated(self, tree: TokenTree, trunk_tokens: int, nodes: Sequence[int], slots: Sequence[int]) -> None:
-        """Trunk tokens and branch nodes got slots; `slots` are those of the nodes in the pool."""
+    def allocated(self, trunk_tokens: int, nodes: Sequence[int], slots: Sequence[int]) -> None:
         if self.trace.on:
-            end = tree.trunk.cached
+            end = self.tree.trunk.cached
             for node in [*self._of_trunk(end - trunk_tokens, end), *nodes]:
                 self.evaluated[node] = self.trace.step if self.evaluated[node] is None else self.evaluated[node]
             self.slots += [[self.trace.step, s, n] for n, s in zip(nodes, slots, strict=True)]
             self._note_trunk()
 
-    def adopted(self, tree: TokenTree, node: int, slot: int) -> None:
-        """A node was grown that had been drafted; `slot` is its slot in the pool."""
+    def adopted(self, node: int, slot: int) -> None:
         self.note_growth()
         if self.trace.on and node < len(self.born):
             self.evaluated[node] = self.accepted[node] = self.trace.step
             self.drafted[node] = None
             self.slots.append([self.trace.step, slot, node])
 
-    def released(self, tree: TokenTree, trunk_tokens: int, nodes: Sequence[int], slots: Sequence[int]) -> None:
-        """Trunk tokens and branch nodes lost their slots because a pass failed or the rotary embeddings change."""
+    def released(self, trunk_tokens: int, nodes: Sequence[int], slots: Sequence[int]) -> None:
         if self.trace.on:
-            end = tree.trunk.cached
+            end = self.tree.trunk.cached
             for node in [*self._of_trunk(end, end + trunk_tokens), *nodes]:
                 if self.evaluated[node] == self.trace.step:  # the pass has failed
                     self.evaluated[node] = None
             self.slots += [[self.trace.step, slot, -1] for slot in slots]
             self._note_trunk()
 
-    def ended(self, tree: TokenTree) -> None:
-        """The branches are freed; this may be called twice."""
+    def ended(self) -> None:
         if self.trace.on and self.end is None:
             self.end = self.trace.step
 
