@@ -14,10 +14,7 @@ import itertools
 import weakref
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
-
-if TYPE_CHECKING:
-    from engine.cache.pool import PagePool
+from typing import Any
 
 MOST_EVICTED = 256  # most pages evicted at once: neighbours, so that a trunk finds room in one piece
 EVICTED_SHARE = 16  # but no more than this part of the pool
@@ -39,7 +36,7 @@ class PrefixCache:
     """The cached prefixes of one pool.
 
     Args:
-        pool: the pool of the pages.
+        pool: the `PagePool` of the pages.
         most: maximum of idle pages.
 
     Attributes:
@@ -47,7 +44,7 @@ class PrefixCache:
         asked_tokens, reused_tokens: tokens of these prompts, and how many of them were found.
     """
 
-    def __init__(self, pool: "PagePool", most: int):
+    def __init__(self, pool: Any, most: int):
         self.pool, self.most = weakref.proxy(pool), most  # a cycle would keep tensors until the garbage collector runs
         self.lookups = self.hits = self.asked_tokens = self.reused_tokens = 0
         self._roots: dict[Key, Segment] = {}
