@@ -282,7 +282,7 @@ def check_request(models: Models, request: Request, share: float = 1.0) -> Check
     if isinstance(request.search, type) or not hasattr(request.search, "run"):
         raise UsageError(f"search: expected a configuration such as search.Trie(), got {request.search!r}")
     target.adapter(request.adapter)
-    ids, eos = _prompt(target, request), _ends(target, request)
+    ids, eos = _prompt(target, request.prompt, request.parse_special), _ends(target, request)
     _check_fields(request)
     _check_distinct(target, request)
     request, ids, healed = _heal(target, request, ids)
@@ -318,12 +318,11 @@ def _heal(target: LoadedModel, request: Request, ids: list[int]) -> tuple[Reques
     return replace(request, begin=data + begin, max_new_tokens=new), kept, data.decode()
 
 
-def _prompt(target: LoadedModel, request: Request) -> list[int]:
-    """The token ids of a request's prompt. Raises UsageError."""
-    prompt = request.prompt
+def _prompt(target: LoadedModel, prompt: Sequence[int] | str, parse_special: bool) -> list[int]:
+    """The token ids of a prompt. Raises UsageError."""
     check_prompt(prompt)
-    check_flag("parse_special", request.parse_special)
-    ids = target.encode(prompt, request.parse_special) if isinstance(prompt, str) else list(prompt)
+    check_flag("parse_special", parse_special)
+    ids = target.encode(prompt, parse_special) if isinstance(prompt, str) else list(prompt)
     check_ids(target, ids)
     return ids
 
@@ -449,9 +448,7 @@ def joint(
     """
     if isinstance(texts, str) or not isinstance(texts, Sequence):
         raise UsageError(f"continuations: expected a list of texts or of token ids, got {shortened(repr(texts))}")
-    check_prompt(prompt)
-    ids = model.encode(prompt, parse_special) if isinstance(prompt, str) else list(prompt)
-    check_ids(model, ids)
+    ids = _prompt(model, prompt, parse_special)
     wholes, starts = list[list[int]](), list[int]()
     for i, text in enumerate(texts):
         if isinstance(text, str) and isinstance(prompt, str):
@@ -486,7 +483,6 @@ def score_request(
 ) -> Request:
     """The request that scores continuations, see `Engine.score`. Raises UsageError."""
     check_integer("top_logprobs", top, 0, MOST_ALTERNATIVES)
-    check_flag("parse_special", parse_special)
     ids, search = joint(model, prompt, texts, parse_special)
     longest = max([1, *map(len, search.continuations)])
     return Request(ids, replace(search, top=min(top, model.runner.vocab_size)), longest, ignore_eos=True)
