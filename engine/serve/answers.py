@@ -99,12 +99,12 @@ class Answers:
             yield self._chunk([]) | {"usage": usage(results, self.asked.drawn), "coppice": self._about(results)}
 
     def event(self, data: dict[str, Any]) -> bytes:
-        """A chunk as it is sent."""
-        return event(data)
+        """A chunk as it is sent: a server-sent event."""
+        return b"data: " + encoded(data) + b"\n\n"
 
     def failed(self, error: CoppiceError) -> bytes:
         """The last event of a stream that fails."""
-        return event(error_body(error))
+        return self.event(error_body(error))
 
     def _text(self, index: int, text: str, last: bool = False) -> Iterator[dict[str, Any]]:
         if not self.chat:
@@ -285,11 +285,6 @@ def usage(results: Sequence[SearchResult], n: int) -> dict[str, Any]:
         "total_tokens": prompt + new,
         "prompt_tokens_details": {"cached_tokens": reused},
     }
-
-
-def event(data: dict[str, Any]) -> bytes:
-    """A server-sent event."""
-    return b"data: " + encoded(data) + b"\n\n"
 
 
 def encoded(data: dict[str, Any]) -> bytes:
