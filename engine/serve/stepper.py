@@ -152,14 +152,11 @@ class Lane:
         Estimated from the running times of the latest requests, or of the present ones: `parallel` searches run at
         once, and clients take the places of those that end in turn.
         """
-        taken = Counter(ticket.client for ticket in self.open) + self.held
-        total = taken.total()
-        over = taken[client] + count - share(self.places, total - taken[client], self.service.alone)
-        if over <= 0:
+        if (over := count - self.room(client)) <= 0:
             return 0
-        now = time.perf_counter()
+        now, taken = time.perf_counter(), Counter(ticket.client for ticket in self.open) + self.held
         each = [*self._seconds] or [now - ticket.began for ticket in self.open if ticket.began] or [0.0]
-        ends = total + count - self.places  # requests that must end, of any client
+        ends = taken.total() + count - self.places  # requests that must end, of any client
         if over > ends:  # as many of its own must end, which are a part of those that end
             ends = over * len({*taken, client})
         return max(1, math.ceil(ends * sum(each) / len(each) / self.service.parallel))
