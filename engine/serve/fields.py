@@ -126,30 +126,15 @@ def _read(body: dict[str, Any], kind: str, served: Served, limits: Limits, ident
     check_sizes(body, served, limits)
     refuse(body, kind)
     params = params_of(body, served, kind)
-    score, silent = _scoring(body, params), params.get("max_new_tokens") == 0
-    if silent:
-        if score is None and not flag(body, "echo"):
-            raise UsageError("max_new_tokens: 0 needs echo: true or prompt_logprobs")
-        params["max_new_tokens"] = 1  # for the checks
-        if params.get("heal") is True:
-            params["heal"] = False  # nothing is generated again
+    score = _scoring(body, params)
+    silent = _silenced(body, params, score)
     base = {key: body[key] for key in RECORD[kind] if key in body} | {"params": params}
-    use, template = None, served.template
-    if kind == CHAT:
-        base |= {"template": body["chat_template_kwargs"]} if "chat_template_kwargs" in body else {}
-        use, tools = tool_use(body, served)
-        base.pop("tools", None)
-        template = replace(template, tools=tools, lead=use.lead if use is not None else "")
-        if use is not None and use.forced:
-            _force(base, use)
+    use, template = _tools(base, body, served) if kind == CHAT else (None, served.template)
     stream, options = flag(body, "stream"), usage_wanted(body)
     checked, traces, thoughts, seed = [], [], None, None
     scored, echoed = [], []
     prompts = prompts_of(body, kind)
     for i, prompt in enumerate(prompts):
-        if kind == CHAT and served.engine.template is not None:
-            prompt, described = template_messages(prompt, template.tools, served.engine.template)
-            template = replace(template, tools=None) if described else template
         request, thoughts = _request(base, kind, prompt, body, served, template)
         if isinstance(request.search, Sampling) and "seed" not in params and getattr(served.args, "seed", None) is None:
             seed = secrets.randbits(SEED_BITS) if seed is None else seed
@@ -169,11 +154,9 @@ def _read(body: dict[str, Any], kind: str, served: Served, limits: Limits, ident
             echoed.append(prompt if isinstance(prompt, str) else served.engine.tokenizer.decode(ids) + healed)
         if score is not None or silent:
             scored.append(served.lane.service.check(_score_of(checked[-1], score or 0, "prompt_logprobs" in body)))
-    if silent:
-        checked = []
     if score is not None and stream:
         raise UsageError("stream: log-probabilities of the prompt are returned only without a stream")
-    checked += scored
+    checked = scored if silent else checked + scored
     if checked[0].request.logprobs is not None:
         served.spelling(0)  # computed here, not while others stream
     drawn = getattr(checked[0].request.search, "num_return_sequences", 1)
@@ -199,10 +182,37 @@ def _read(body: dict[str, Any], kind: str, served: Served, limits: Limits, ident
     )
 
 
+def _silenced(body: Mapping[str, Any], params: dict[str, Any], score: int | None) -> bool:
+    """Whether a body asks for no new token; then give its `params` values that pass the checks. Raises UsageError."""
+    if params.get("max_new_tokens") != 0:
+        return False
+    if score is None and not flag(body, "echo"):
+        raise UsageError("max_new_tokens: 0 needs echo: true or prompt_logprobs")
+    params["max_new_tokens"] = 1
+    if params.get("heal") is True:
+        params["heal"] = False  # nothing is generated again
+    return True
+
+
+def _tools(base: dict[str, Any], body: Mapping[str, Any], served: Served) -> tuple[ToolUse | None, TemplateOptions]:
+    """How the replies of a chat may call functions, and the options of its template; `base` gets what they need.
+    Raises UsageError."""
+    if "chat_template_kwargs" in body:
+        base["template"] = body["chat_template_kwargs"]
+    use, tools = tool_use(body, served)
+    base.pop("tools", None)
+    if use is not None and use.forced:
+        _force(base, use)
+    return use, replace(served.template, tools=tools, lead=use.lead if use is not None else "")
+
+
 def _request(
     base: dict[str, Any], kind: str, prompt: Any, body: Mapping[str, Any], served: Served, template: TemplateOptions
 ) -> tuple[Request, Thoughts | None]:
     """The request for one prompt of a body, and how its answers write thoughts. Raises CoppiceError."""
+    if kind == CHAT and served.engine.template is not None:
+        prompt, described = template_messages(prompt, template.tools, served.engine.template)
+        template = replace(template, tools=None) if described else template
     key = "messages" if kind == CHAT else "prompt_ids" if isinstance(prompt, list) else "prompt"
     if (suffix := body.get("suffix", "")) == "":
         return make_request(base | {key: prompt}, served.engine, served.args, template)
