@@ -7,6 +7,7 @@ template's text after a message (the closing) is appended to each response only 
 import math
 from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 from engine.cache.prefixes import shared_length
@@ -62,6 +63,17 @@ class Responses:
         text = self.tokenizer.decode_continuation(self.prompt[-CONTEXT:], self.body(tokens))
         return self.stops.cut(text) if self.stops else text
 
+    def uncut(self, tokens: Sequence[int], decode: Callable[[Sequence[int]], str] | None) -> list[int]:
+        """A response without the tokens from a stop string on; `decode` is the reader's, if it has one."""
+        body = list(self.body(tokens))
+        if self.stops is not None and not self.stops.special_ids.isdisjoint(body[-1:]):
+            body.pop()
+        if self.stops is not None and decode is not None and self.stops(body):
+            text = self.stops.cut(decode(body))
+            while not text.startswith(decode(body)):
+                body.pop()
+        return body
+
 
 @dataclass(frozen=True)
 class Script:
@@ -111,25 +123,10 @@ class Script:
             head, closing = _specials(its)
             text = answer.prompt_text if answer.messages is None else _plain(answer.messages)
             continued = answer.continuation if answer.messages is None else answer.text
-
-            def whole(tokens: Sequence[int]) -> list[int]:
-                return head + its.encode(text + continued(tokens).rstrip(HALF), add_special=False)
-
-            return Script(whole, closing)
-        stops, decode = answer.stops, its.decode if its else None
-
-        def uncut(tokens: Sequence[int]) -> list[int]:
-            """The tokens before the one that begins the stop string."""
-            body = list(answer.body(tokens))
-            if stops and not stops.special_ids.isdisjoint(body[-1:]):
-                body.pop()
-            if stops and decode and stops(body):
-                text = stops.cut(decode(body))
-                while not text.startswith(decode(body)):
-                    body.pop()
-            return start + body
-
-        return Script(uncut, closing)
+            encode = partial(its.encode, add_special=False)
+            return Script(lambda tokens: head + encode(text + continued(tokens).rstrip(HALF)), closing)
+        decode = its.decode if its else None
+        return Script(lambda tokens: start + answer.uncut(tokens, decode), closing)
 
 
 class ModelJudge:
