@@ -6,6 +6,8 @@ from collections.abc import Mapping
 from typing import Any
 
 from engine.app import cli
+from engine.load.flags import without_effect
+from engine.load.options import LoadOptions
 
 DESCRIPTION = "Answer prompts: JSON Lines in, JSON Lines out, in input order, each line as soon as it is ready."
 COMMON = """
@@ -15,12 +17,9 @@ COMMON = """
 --think --search --beams --length-penalty --num-return-sequences --temperature --top-k --top-p --seed
 --max-new-tokens --stop --choice --json-schema --regex
 """  # flags of the short help of every command that answers lines
-# Flags of "model" and others that decide no answer.
-WITHOUT_EFFECT = (
-    *("help", "quiet", "verbose", "version", "input", "output", "resume", "trace", "drafts", "shard"),
-    *("device", "threads", "kv_memory", "memory", "parallel", "prefix_cache", "no_cache", "compile", "graphs"),
-    *("load_prefix", "draft_store"),
-)
+# Flags that decide no answer.
+WITHOUT_EFFECT = without_effect(LoadOptions) | {"help", "quiet", "verbose", "version", "input", "output", "resume"}
+WITHOUT_EFFECT |= {"trace", "shard", "load_prefix", "draft_store"}
 EPILOG = """\
 input, an object per line (blank lines are skipped):
   {"prompt": TEXT} or {"messages": [{"role", "content"}, ...]} or {"prompt_ids": [...]}, and if you like

@@ -93,6 +93,11 @@ def options_of(kind: type) -> tuple[Option, ...]:
     return tuple(found)
 
 
+def without_effect(kind: type) -> set[str]:
+    """The arguments of the flags of a class of options on which answers do not depend."""
+    return {each.argument for each in options_of(kind) if isinstance(each.flag, Flag) and not each.flag.changes_answers}
+
+
 def takes(kind: Callable[P, Options]) -> Callable[[Callable[[Options], T]], Callable[P, T]]:
     """Decorate a function of options so that it takes their fields as arguments, with the defaults of `kind`."""
 

@@ -7,7 +7,7 @@ from typing import Any
 from engine.app.batch_flags import COMMON, add_request_flags
 from engine.app.cli import Parser, add_verbosity_flags, positive, template_options
 from engine.errors import CoppiceError, UsageError
-from engine.load.flags import Flag, options_of
+from engine.load.flags import without_effect
 from engine.load.options import LoadOptions
 from models.later import later
 
@@ -111,9 +111,7 @@ def make_parser() -> Parser:
 
 def depended_on(args: Any) -> list[str]:
     """The flags that answers depend on, in a fixed order."""
-    others = {"input", "output", "workers", "address", "block", "quiet", "verbose"}
-    options = options_of(LoadOptions)
-    others |= {each.argument for each in options if isinstance(each.flag, Flag) and not each.flag.changes_answers}
+    others = without_effect(LoadOptions) | {"input", "output", "workers", "address", "block", "quiet", "verbose"}
     return sorted(f"{name}={value!r}" for name, value in vars(args).items() if name not in others)
 
 
