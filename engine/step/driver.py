@@ -195,7 +195,7 @@ class Driver:
         """Evaluate a batch: rows, and whether each is finite. If that fails, its slots are released."""
         with self._phase("run", batch), self._released_if_failed(batch):
             began = time.perf_counter()
-            rows = batch.runner.run(batch)
+            rows = batch.strategy(batch)
             self._account(batch, began, time.perf_counter())
         return rows
 

@@ -199,10 +199,6 @@ class Runner:
             tree.release()
         return torch.cat(rows)  # outside of inference mode: callers may write to it
 
-    def run(self, batch: Any) -> Rows:
-        """Evaluate a batch by the strategy that was chosen when it was built."""
-        return batch.strategy(batch)
-
     def evaluate(self, work: PassWork) -> Answers:
         """One forward pass.
 

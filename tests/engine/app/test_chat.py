@@ -22,7 +22,7 @@ from engine.app.dialog import Watch, plural
 from engine.app.terminal import Interrupt, Label, Quit, Screen, cells, clip
 from engine.conversation import Conversation
 from engine.errors import CoppiceError
-from engine.step.runner import Runner
+from engine.step.driver import Driver
 from search import Greedy, Trie
 from tests.engine.app.typist import CHAT, REPLY, SHAPE, Terminal, Typist, make_templated, spawn
 from tests.invariants import check_pool
@@ -252,13 +252,13 @@ def test_errors_withdraw_the_turn(engine, monkeypatch):
     with pytest.raises(UsageError):
         say(conversation, "\udcff")
     assert conversation.turns == before and held(conversation) == pages
-    run = Runner.run
+    run = Driver._run
 
     def of_nan(self, batch):
         rows_NV, finite_N = run(self, batch)
         return rows_NV, [False] * len(finite_N)
 
-    monkeypatch.setattr(Runner, "run", of_nan)
+    monkeypatch.setattr(Driver, "_run", of_nan)
     with pytest.raises(CoppiceError, match="NaN"):
         say(conversation, "x")
     monkeypatch.undo()

@@ -420,13 +420,13 @@ def test_a_search_ends_with_its_time_although_nobody_reads():
 
 def test_a_pass_that_fails_ends_what_ran_and_not_the_server(start, monkeypatch, capsys):
     server = start()
-    whole = server.engine.runner.run
+    whole = server.engine.runner.pack
 
-    def broken(batch):
-        monkeypatch.setattr(server.engine.runner, "run", whole)
+    def broken(chunks):
+        monkeypatch.setattr(server.engine.runner, "pack", whole)
         raise RuntimeError("the device is lost, in /some/file.cpp")
 
-    monkeypatch.setattr(server.engine.runner, "run", broken)
+    monkeypatch.setattr(server.engine.runner, "pack", broken)
     reply = post(server.url, long())
     assert reply.status_code == 500 and reply.json()["error"]["type"] == "server_error"
     assert "the device is lost" in capsys.readouterr().err

@@ -137,13 +137,13 @@ def test_a_stream_carries_settled_text_while_beams_compete(server, alone):
 
 def test_a_stream_carries_text_while_the_search_runs(start, monkeypatch):
     server = start()
-    run, passes, heard = server.engine.runner.run, count(1), threading.Event()
+    pack, passes, heard = server.engine.runner.pack, count(1), threading.Event()
 
     def paused(*args: Any, **options: Any) -> Any:
         assert next(passes) < 6 or heard.wait(60), "no text came of the first passes"
-        return run(*args, **options)
+        return pack(*args, **options)
 
-    monkeypatch.setattr(server.engine.runner, "run", paused)
+    monkeypatch.setattr(server.engine.runner, "pack", paused)
     found = []
     for chunk in ask(server, stream=True, tokens=16):
         if text := chunk.choices[0].delta.content:
