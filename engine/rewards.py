@@ -5,7 +5,7 @@ template's text after a message (the closing) is appended to each response only 
 """
 
 import math
-from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
+from collections.abc import Callable, Generator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -158,17 +158,17 @@ class ModelJudge:
         room = self.reach - len(self.script.closing)
         self._ids = {tuple(tokens): self.script.whole(tokens)[:room] for tokens in responses}
         texts = [self._ids[tuple(tokens)] for tokens in responses]
-        trunk = self.tree.trunk.tokens if self.tree is not None else []
-        if not trunk or shared_length(trunk, *texts) < len(trunk):
-            self._open(texts)
-        return (yield from self._ask(texts))
+        tree = self.tree
+        if tree is None or shared_length(tree.trunk.tokens, *texts) < len(tree.trunk.tokens):
+            tree = self.tree = self._open(texts)
+        return (yield from self._ask(tree, texts))
 
     def keep(self, responses: Sequence[Sequence[int]]) -> None:
         if self.tree is not None:
             texts = [self._ids.get(tuple(tokens)) or self.script.whole(tokens) for tokens in responses]
-            self._keep([self.tree.descend(ids[self.tree.prompt_length :]) for ids in texts])
+            self._keep(self.tree, [self.tree.descend(ids[self.tree.prompt_length :]) for ids in texts])
 
-    def _open(self, texts: Sequence[Sequence[int]]) -> None:
+    def _open(self, texts: Sequence[Sequence[int]]) -> TokenTree:
         """Open a tree on the common prefix of the prompt and all texts: a text may change the prompt's last tokens."""
         if self.tree is not None:
             self.tree.release()
@@ -179,14 +179,13 @@ class ModelJudge:
                 "the tokens that the reward model reads for the prompt change with the text after it",
                 remedy="give a longer prompt",
             )
-        self.tree, self._score = self.open_tree(prompt), {}
+        self._score = {}
+        return self.open_tree(prompt)
 
     def _ask(
-        self, texts: Sequence[Sequence[int]], others: Sequence[Sequence[int]] = ()
+        self, tree: TokenTree, texts: Sequence[Sequence[int]], others: Sequence[Sequence[int]] = ()
     ) -> Generator[Evaluate, Answer, list[float]]:
         """Rewards of texts; the evaluated part of the others stays in the cache while there is room."""
-        tree = self.tree
-        assert tree is not None
         ends, closed, paths = [], [], {} if tree.root in self._score else {tree.root: None}
         for ids in texts:
             text = tree.grow_path(tree.root, ids[tree.prompt_length :])
@@ -202,32 +201,29 @@ class ModelJudge:
                 self._score.update(zip(new, scores_N.tolist(), strict=True))
         except KVMemoryError:
             held = tree.live_branches
-            self._keep(map(self._reached, texts))  # the others must be evaluated again
+            self._keep(tree, [_reached(tree, ids) for ids in texts])  # the others must be evaluated again
             if tree.live_branches < held:
-                return (yield from self._ask(texts))
+                return (yield from self._ask(tree, texts))
             if len(texts) == 1:
                 raise
             first, second = texts[: len(texts) // 2], texts[len(texts) // 2 :]
-            scores = yield from self._ask(first, second)
-            return scores + (yield from self._ask(second, first))
+            scores = yield from self._ask(tree, first, second)
+            return scores + (yield from self._ask(tree, second, first))
         scores = [self._score[node] for node in closed]
-        self._keep([*ends, *map(self._reached, others)])
+        self._keep(tree, [*ends, *(_reached(tree, ids) for ids in others)])
         return scores
 
-    def _reached(self, ids: Sequence[int]) -> int:
-        """The last evaluated node of a text."""
-        tree = self.tree
-        assert tree is not None
-        node = tree.descend(ids[tree.prompt_length :])
-        while node != tree.root and not tree.is_evaluated(node):
-            node = tree.parent(node)
-        return node
-
-    def _keep(self, nodes: Iterable[int]) -> None:
-        tree = self.tree
-        assert tree is not None
+    def _keep(self, tree: TokenTree, nodes: Sequence[int]) -> None:
         tree.keep([tree.root, *nodes])  # with the root, so that the trunk remains the prompt: texts may change after it
         self._score = {node: score for node, score in self._score.items() if tree.is_live(node)}
+
+
+def _reached(tree: TokenTree, ids: Sequence[int]) -> int:
+    """The last evaluated node of a text."""
+    node = tree.descend(ids[tree.prompt_length :])
+    while node != tree.root and not tree.is_evaluated(node):
+        node = tree.parent(node)
+    return node
 
 
 class FunctionJudge:
