@@ -67,11 +67,11 @@ class Sink:
             file = open(args.output, "ab", buffering=0)  # noqa: SIM115  (the sink closes it)
             sink = Sink(file, args.output, file, digest(repr(sorted(deciding(args).items())).encode()))
             if stat.S_ISREG(os.fstat(file.fileno()).st_mode):
-                sink._lock(args.quiet)
+                sink._lock(file, args.quiet)
             if _same_file(source, file):
                 raise UsageError("the input and the output are the same file", where=args.output)
             if args.resume:
-                sink._keep()
+                sink._keep(file)
             elif os.fstat(file.fileno()).st_size:
                 remedy = "--resume continues it; or give another name, or delete it"
                 raise UsageError("the output file exists and is not empty", where=args.output, remedy=remedy)
@@ -83,20 +83,18 @@ class Sink:
             raise
         return sink
 
-    def _lock(self, quiet: bool) -> None:
+    def _lock(self, file: io.FileIO, quiet: bool) -> None:
         """Lock the file against other runs until it is closed. Raises UsageError if another run has the lock."""
-        assert self.file is not None
         try:
-            if not lock(self.file.fileno()) and not quiet and sys.stderr is not None:
+            if not lock(file.fileno()) and not quiet and sys.stderr is not None:
                 note = f"{self.name}: its file system has no locks; no other run may write to it meanwhile"
                 print(note, file=sys.stderr)
         except BlockingIOError:
             remedy = "wait until that run has ended, or give another --output"
             raise UsageError("another run is writing to the output file", where=self.name, remedy=remedy) from None
 
-    def _keep(self) -> None:
+    def _keep(self, file: io.FileIO) -> None:
         """Read the ids and digests of the file's answers; remove an incomplete last line. Raises UsageError."""
-        assert self.file is not None
         whole = 0
         with open(self.name, "rb") as old:
             for number, line in enumerate(old, 1):
@@ -126,8 +124,8 @@ class Sink:
                 self.errors += "error" in record
                 whole += len(line)
         self.lines = len(self.kept)
-        if stat.S_ISREG(os.fstat(self.file.fileno()).st_mode):
-            self.file.truncate(whole)
+        if stat.S_ISREG(os.fstat(file.fileno()).st_mode):
+            file.truncate(whole)
 
     def put(self, i: int, record: dict[str, Any], found: str) -> None:
         """Add the i-th answer, and write all answers whose predecessors are written; a file gets the digests of their
