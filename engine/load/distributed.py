@@ -32,7 +32,7 @@ class ProcessError(CoppiceError):
     code = "processes"
 
 
-def started() -> int:
+def process_count() -> int:
     """How many processes `torchrun` started; 1 without it."""
     size = os.environ.get("WORLD_SIZE", "1")
     return int(size) if size.isascii() and size.isdigit() else 1
@@ -40,9 +40,9 @@ def started() -> int:
 
 def check_alone(command: str) -> None:
     """Refuse a command that runs in one process, if `torchrun` started several. Raises UsageError."""
-    if started() > 1:
+    if (count := process_count()) > 1:
         raise UsageError(
-            f"{command} runs in one process, torchrun started {started()}",
+            f"{command} runs in one process, torchrun started {count}",
             remedy="start it without torchrun; engine.batch and Engine.load take several processes",
         )
 
@@ -62,7 +62,7 @@ def together(device: str = "auto", timeout: float = TIMEOUT, backend: str | None
         UsageError: more processes on this machine than it has GPUs, or an environment that is not torchrun's.
         ProcessError: the other processes cannot be reached.
     """
-    if started() == 1:
+    if (count := process_count()) == 1:
         yield Shard()
         return
     import torch.distributed as dist
@@ -72,7 +72,7 @@ def together(device: str = "auto", timeout: float = TIMEOUT, backend: str | None
         _ = os.environ["MASTER_ADDR"], os.environ["MASTER_PORT"], os.environ["RANK"]
     except (KeyError, ValueError) as error:
         remedy = "start the processes by torchrun, or unset WORLD_SIZE"
-        raise UsageError(f"WORLD_SIZE is {started()}, but {error} is not as torchrun sets it", remedy=remedy) from None
+        raise UsageError(f"WORLD_SIZE is {count}, but {error} is not as torchrun sets it", remedy=remedy) from None
     on_gpu = device != "cpu" and torch.cuda.is_available()
     if on_gpu:
         if local > torch.cuda.device_count() and backend is None:

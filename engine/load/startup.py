@@ -75,7 +75,7 @@ def _load_library() -> None:
                 ctypes.CDLL(str(libraries / "libtorch_cpu.so"))
 
 
-def started() -> None:
+def restore_interrupts() -> None:
     """Make Ctrl-C a KeyboardInterrupt again."""
     if signal.getsignal(signal.SIGINT) == signal.SIG_DFL:
         signal.signal(signal.SIGINT, signal.default_int_handler)

@@ -57,7 +57,7 @@ def command(args: argparse.Namespace) -> int:
     listener = listen(args.host, args.port)
     with contextlib.closing(listener), application(args, keys) as app:
         if not args.quiet:
-            print(*started(app, listener), sep="\n", file=sys.stderr, flush=True)
+            print(*start_lines(app, listener), sep="\n", file=sys.stderr, flush=True)
         asyncio.run(http_server(app, args.drain, args.verbose).serve([listener]))
     return 0
 
@@ -171,7 +171,7 @@ def address(listener: socket.socket) -> str:
     return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
 
 
-def started(app: "Application", listener: socket.socket) -> Iterator[str]:
+def start_lines(app: "Application", listener: socket.socket) -> Iterator[str]:
     """The lines that the start prints."""
     for one in app.served.values():
         machine = one.engine.capabilities

@@ -35,7 +35,7 @@ from engine.serve.names import CHAT, COMPLETIONS, header_of
 from engine.serve.responses import RESPONSES, ResponseAnswers, chat_body
 from engine.serve.served import Served
 from engine.serve.stepper import Stepper, Ticket, share
-from engine.serve.streams import Events, Parts, cancel, ending, late, until, written
+from engine.serve.streams import Events, Parts, cancel, in_thread_if_large, shutdown_error, timeout_error, until
 from engine.serve.texts import Texts, answered, read_embeddings, read_rerank
 from models.trim import trim_memory
 
@@ -158,7 +158,7 @@ class Application:
             results = await self._awaited(request, asyncio.gather(*(ticket.result() for ticket in tickets)), deadline)
         finally:
             cancel(tickets)
-        data = await written(answers, lambda: encoded(answers.whole(results)))
+        data = await in_thread_if_large(answers, lambda: encoded(answers.whole(results)))
         return Response(data, headers=header_of(answers.asked.ignored), media_type="application/json")
 
     async def _submitted(self, kind: str, data: bytes, client: str, salt: str) -> tuple[Answers, list[Ticket]]:
@@ -211,7 +211,7 @@ class Application:
             async with asyncio.timeout_at(deadline):
                 left = await until(future, request.receive)
         except TimeoutError:
-            raise late(self.limits.seconds) from None
+            raise timeout_error(self.limits.seconds) from None
         finally:
             future.cancel()
         if left:
@@ -302,7 +302,7 @@ class Application:
             except ClientDisconnect:
                 return Response(status_code=CLOSED)
             except asyncio.CancelledError:
-                return _error(ending())
+                return _error(shutdown_error())
             except Exception as error:
                 try:
                     return _error(self._log(error))

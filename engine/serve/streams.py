@@ -46,7 +46,7 @@ class Events(Response):
         except asyncio.CancelledError:
             with contextlib.suppress(OSError, TimeoutError):
                 async with asyncio.timeout(ENDING_SECONDS):
-                    await send({"type": "http.response.body", "body": self.answers.failed(ending())})
+                    await send({"type": "http.response.body", "body": self.answers.failed(shutdown_error())})
         finally:
             cancel(self.tickets)
 
@@ -65,7 +65,7 @@ class Events(Response):
                 await self._follow(send)
         except TimeoutError:
             cancel(self.tickets)  # first, because the client may delay the error
-            await self._put(send, self.answers.failed(late(self.seconds)))
+            await self._put(send, self.answers.failed(timeout_error(self.seconds)))
         except (OSError, Abandoned):
             return
         except Exception as error:
@@ -98,9 +98,8 @@ class Events(Response):
                 break
             await self._put(send, b"".join(map(self.answers.event, self.answers.text(i, text))))
         result = await ticket.result()
-        await self._put(
-            send, await written(self.answers, lambda: b"".join(map(self.answers.event, self.answers.end(i, result))))
-        )
+        ends = self.answers.end(i, result)
+        await self._put(send, await in_thread_if_large(self.answers, lambda: b"".join(map(self.answers.event, ends))))
         return result
 
     async def _put(self, send: Send, data: bytes) -> None:
@@ -172,14 +171,14 @@ def cancel(tickets: Sequence[Ticket]) -> None:
         ticket.lane.cancel(ticket)
 
 
-def ending() -> HttpError:
+def shutdown_error() -> HttpError:
     return HttpError(503, "the server shut down before it answered this request", code="interrupted")
 
 
-def late(seconds: float) -> HttpError:
+def timeout_error(seconds: float) -> HttpError:
     return HttpError(504, f"the request took more than {seconds:g} s", code="timeout", remedy="fewer tokens or beams")
 
 
-async def written(answers: Answers, write: Callable[[], bytes]) -> bytes:
+async def in_thread_if_large(answers: Answers, write: Callable[[], bytes]) -> bytes:
     """Return what a function returns; for a large answer it runs in a thread, so that others are answered meanwhile."""
     return await asyncio.to_thread(write) if answers.large else write()

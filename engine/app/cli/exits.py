@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterable
 from importlib import import_module
 
 from engine.errors import CoppiceError
-from engine.load.startup import import_torch, started
+from engine.load.startup import import_torch, restore_interrupts
 from kernels.ending import CLOSED_PIPE, FULL, discard_stdout
 from models.folders import check_there
 from models.later import import_now
@@ -67,7 +67,7 @@ def _run(main: Callable[[], int], verbose: bool, before: Callable[[], None] | No
     try:
         if before is not None:
             before()
-        started()
+        restore_interrupts()
         code = main()
         if sys.stdout is not None:
             sys.stdout.flush()

@@ -233,9 +233,9 @@ def test_ctrl_c_while_a_command_line_is_loaded_leaves_no_traceback():
     code = """
 import signal, sys
 sys.argv[0] = "-m"
-from engine.load.startup import started
+from engine.load.startup import restore_interrupts
 assert signal.getsignal(signal.SIGINT) == signal.SIG_DFL
-started()
+restore_interrupts()
 assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
 """
     library = code.replace('"-m"', '"-c"').replace("== signal.SIG_DFL", "!= signal.SIG_DFL")

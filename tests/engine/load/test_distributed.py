@@ -15,7 +15,7 @@ import torch
 from engine import Engine
 from engine.app import batch, chat
 from engine.load.budget import plan
-from engine.load.distributed import started
+from engine.load.distributed import process_count
 from engine.load.options import LoadOptions
 from engine.load.sizes import Workload
 from engine.serve import command
@@ -304,7 +304,7 @@ def test_packed_checkpoints_are_refused(checkpoint, tmp_path):
 
 def test_commands_of_one_process_refuse_several(monkeypatch, capsys):
     monkeypatch.setenv("WORLD_SIZE", "2")
-    assert started() == 2
+    assert process_count() == 2
     assert chat.main(["-p", "hello"]) == 2
     assert "engine.chat runs in one process, torchrun started 2" in capsys.readouterr().err
     assert command.main(["-q"]) == 2 and "engine.serve runs in one process" in capsys.readouterr().err
