@@ -248,7 +248,7 @@ def likely(logp_NV: Tensor, least: float, peaks_NB: Tensor | None = None) -> Ten
     """Return for each row the log-probabilities of tokens with a probability of at least `least`, lower tokens first,
     packed for `likely_tokens`: float64 [n], on the rows' device."""
     least = max(least, 1e-38)
-    most = min(logp_NV.shape[1], int(1 / least))  # a row adds up to 1, so no more tokens can have `least`
+    most = min(logp_NV.shape[1], int(1 / least))  # without biases no more tokens can have `least`: a row adds up to 1
     return at_least(logp_NV, math.log(least), most, peaks_NB).view(-1)
 
 

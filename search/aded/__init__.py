@@ -115,7 +115,7 @@ class ADED(Search):
                 node, fresh, likely = tree.root, [], planted.likely(picks.take(*answer))
                 while (i := planted.row.get(node)) is not None:  # A6
                     logps = likely[i] if i < len(likely) else {}
-                    if warp is None and logps:
+                    if warp is None and logps and task.normalised:  # biases may make more tokens likely than are read
                         token = max(logps, key=logps.__getitem__)  # among equals the lower token
                     else:
                         token = picks.token(i, tree.position(node) + 1)

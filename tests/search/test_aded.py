@@ -199,6 +199,13 @@ def test_what_a_drafter_is_told():
         assert logps == {token: logp for token, logp in enumerate(table(path).tolist()) if math.exp(logp) > 0.05}
 
 
+def test_biases_may_make_more_tokens_likely_than_are_read():
+    rows = lambda path: torch.arange(32) / 32  # noqa: E731  # a row that adds up to 1 has at most 20 tokens of 0.05
+    output, stats, _ = run(drafting(lambda done: chains([31, 31, 31])), row_of=rows, normalised=False)
+    assert output == run(Greedy(), row_of=rows, normalised=False)[0] and output.token_ids == [31] * 25
+    assert stats["steps"] < 25
+
+
 def test_greedy_unless_anything_of_sampling_is_given():
     for given in ({"temperature": 1.0}, {"seed": 0}, {"top_k": 0}, {"top_p": 1.0}):
         assert run(ADED(**given))[0].token_ids == plain({}).token_ids
