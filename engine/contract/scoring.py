@@ -29,13 +29,14 @@ class TextPlace:
         last: the index, among all places to evaluate, of the last one directly below.
         logps, ranks: token -> its log-probability and its rank here; the rank is 0 if ranks are not requested.
         top: the most probable tokens, best first, with their log-probabilities.
+        best: the token of greedy decoding.
         node: the place's node in the token tree.
     """
 
-    __slots__ = ("above", "after", "last", "logps", "node", "ranks", "token", "top")
+    __slots__ = ("above", "after", "best", "last", "logps", "node", "ranks", "token", "top")
 
     def __init__(self, above: "TextPlace | None" = None, token: int = -1):
-        self.above, self.token, self.node, self.last = above, token, -1, -1
+        self.above, self.token, self.node, self.last, self.best = above, token, -1, -1, -1
         self.after: dict[int, TextPlace] = {}
         self.logps: dict[int, float] = {}
         self.ranks: dict[int, int] = {}
@@ -90,13 +91,14 @@ class Scoring(Search):
                 place.node = tree.child(place.above.node, place.token)
         pairs = [(row, token) for row, place in enumerate(part) for token in place.after]
         row_M, token_M = torch.tensor(pairs).T
-        k = max(1, self.top)
-        read = partial(_read, row_M, token_M, k, self.ranked)
+        read = partial(_read, row_M, token_M, self.top, self.ranked)
         _, numbers = yield Evaluate(tree, [place.node for place in part], read)
-        logps, ranks, best = numbers.split([len(pairs), len(pairs), len(part) * 2 * k])
+        logps, ranks, best, top = numbers.split([len(pairs), len(pairs), len(part), len(part) * 2 * self.top])
         for (row, token), logp, rank in zip(pairs, logps.tolist(), ranks.tolist(), strict=True):
             part[row].logps[token], part[row].ranks[token] = logp, int(rank)
-        for place, (values, tokens) in zip(part, best.view(-1, 2, k).tolist(), strict=True):
+        found = zip(best.tolist(), top.view(len(part), 2, self.top).tolist(), strict=True)
+        for place, (token, (values, tokens)) in zip(part, found, strict=True):
+            place.best = int(token)
             place.top = [(int(token), logp) for token, logp in zip(tokens, values, strict=True) if logp > -math.inf]
 
     def _score(self, place: TextPlace, tokens: Sequence[int], skip: int) -> ContinuationScore:
@@ -105,8 +107,8 @@ class Scoring(Search):
             if i >= skip:
                 logps.append(place.logps[token])
                 ranks.append(place.ranks[token])
-                tops.append(place.top[: self.top])
-                greedy = greedy and place.top[0][0] == token
+                tops.append([*place.top])
+                greedy = greedy and place.best == token
             place = place.after[token]
         given = tops if self.top else None, ranks if self.ranked else None
         return ContinuationScore([*tokens[skip:]], logps, sum(logps), greedy, *given)
@@ -141,8 +143,10 @@ def _forget(tree: TokenTree, place: TextPlace, index: int) -> None:
 
 
 def _read(row_M: Tensor, token_M: Tensor, k: int, ranked: bool, logp_NV: Tensor, peaks_NB: Tensor | None) -> Tensor:
-    """The log-probabilities and ranks of tokens in rows, and the k most probable tokens of each row, packed."""
+    """The log-probabilities and ranks of tokens in rows, the lowest of the most probable tokens of each row, and its k
+    most probable tokens, packed."""
     row_M, token_M = row_M.to(logp_NV.device, non_blocking=True), token_M.to(logp_NV.device, non_blocking=True)
     logp_M = logp_NV[row_M, token_M]
     rank_M = (logp_NV[row_M] > logp_M.unsqueeze(1)).sum(1) + 1 if ranked else torch.zeros_like(logp_M)
-    return torch.cat([logp_M.double(), rank_M.double(), top_k(logp_NV, k).flatten()])
+    best_N = logp_NV.argmax(1)  # `top_k` leaves open which of several equals is the first
+    return torch.cat([logp_M.double(), rank_M.double(), best_N.double(), top_k(logp_NV, k).flatten()])

@@ -12,10 +12,12 @@ import torch
 
 from engine import ContinuationScore, Engine
 from engine.app import batch
+from engine.contract import scoring
 from engine.contract.scoring import ROWS, Scoring
 from engine.demo import demo_folder
 from engine.errors import UsageError
 from engine.request import score_request
+from kernels.rows import reference
 from search import Greedy
 from tests.search.drive import drive
 from tests.search.test_trie import Table
@@ -68,6 +70,14 @@ def test_equals_logits_in_any_order_with_and_without_the_cache(engine):
     alone = [engine.score(prompt, [one])[0] for one in continuations]
     for one, score in zip(alone, scores, strict=True):
         assert one.token_logprobs == pytest.approx(score.token_logprobs, abs=1e-4)
+
+
+@pytest.mark.parametrize("top", [0, 2])
+def test_the_lower_of_equal_tokens_is_greedy_whichever_the_operator_lists_first(monkeypatch, top):
+    monkeypatch.setattr(scoring, "top_k", reference.top_k)  # it takes any of them
+    rows = lambda path: torch.where(torch.arange(300) % 7 == 3, 0.0, -9.0).log_softmax(0)  # noqa: E731
+    scores = drive(Scoring(((3, 3), (3, 10), (10,), (4,)), top=top), rows).result.scores
+    assert [score.is_greedy for score in scores] == [True, False, False, False]
 
 
 @pytest.mark.parametrize("folder", sorted({path.parent.parent for path in GOLDEN.glob("*/*/golden.json")}))
