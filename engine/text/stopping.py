@@ -33,16 +33,17 @@ class StopStrings:
     def __init__(self, tokenizer: Tokenizer, strings: Sequence[str], skipped: int = 0):
         self.tokenizer, self.strings, self.skipped = tokenizer, tuple(strings), skipped
         # A new match ends in the last token; a character may take four byte pieces, special tokens have no text.
-        self.window = 4 * max(map(len, strings)) + 16 + skipped
+        self.window = 4 * max(map(len, strings)) + 16
         special = tokenizer.special_spellings.intersection(strings)
         self.special_ids = frozenset(tokenizer.encode_rendered((spelling, True) for spelling in special))
 
     def __call__(self, tokens: Sequence[int]) -> bool:
         if not self.special_ids.isdisjoint(tokens[-1:]):
             return True
-        text = self.tokenizer.decode(tokens[-self.window :])
-        if len(tokens) <= self.window:
-            text = text[self.skipped :]
+        if len(tokens) <= self.window + 4 * self.skipped:  # the window may reach into the skipped characters
+            text = self.tokenizer.decode(tokens)[self.skipped :]
+        else:
+            text = self.tokenizer.decode(tokens[-self.window :])
         return any(s in text for s in self.strings)
 
     def cut(self, text: str) -> str:

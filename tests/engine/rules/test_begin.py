@@ -11,6 +11,7 @@ from engine.app import batch
 from engine.demo import demo_folder
 from engine.errors import UsageError
 from engine.rules.begin import Begin, Spellings, heal
+from engine.text.stopping import StopStrings
 from search import Greedy, Sample, Trie
 
 STORY = "Once upon a time there was a little dog. The dog ra"
@@ -133,6 +134,14 @@ def test_a_prompt_that_ends_inside_a_word(engine):
     )
     assert mended.outputs[0].text.startswith("ld") and mended.outputs[0].logprob is not None
     assert plain.stats["prompt_tokens"] > mended.stats["prompt_tokens"]
+
+
+def test_a_stop_string_in_the_healed_text_ends_no_output(engine):
+    data = engine.tokenizer.data()
+    c, o, x = (data.index(letter) for letter in (b"c", b"o", b"x"))
+    stops = StopStrings(engine.tokenizer, ["o"], skipped=2)
+    assert not any(stops([c, o, *[x] * more]) for more in range(60))
+    assert all(stops([c, o, *[x] * more, o]) for more in range(60))
 
 
 def test_a_beginning_after_a_healed_prompt(engine):
