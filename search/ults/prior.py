@@ -31,7 +31,7 @@ from search.ults.distributions import log_gamma
 
 GATHERED = 32  # completions, and the most tokens of each, that a search gathers when there is no prior
 MOST_KEPT = 16  # the most collections of a model's vectors in memory
-KEPT_VECTORS: "WeakKeyDictionary[PagePool, dict[tuple[int, frozenset[int]], Vectors]]" = WeakKeyDictionary()
+KEPT_VECTORS: "WeakKeyDictionary[PagePool, dict[tuple[int, int, frozenset[int]], Vectors]]" = WeakKeyDictionary()
 UNDER_WAY: set[Any] = set()  # files or keys of `KEPT_VECTORS` whose vectors a search of this process is gathering
 WIDTH = 64  # largest entries of a softmax vector that are kept: smaller ones do not decide a maximum
 DRAWS = 4096  # draws of Delta per level: N of algorithm 1
@@ -214,14 +214,14 @@ def own_vectors(task: Task, children: int, logp_NV: Tensor) -> Generator[Evaluat
         raise UsageError("prior: there is no model to gather one from", remedy="give dirichlet or a file")
     length, eos = min(task.max_new_tokens, GATHERED), task.eos_token_ids
     path = cache_file(task.model_key, task.max_new_tokens, children, eos)
-    kept = KEPT_VECTORS.setdefault(task.tree.pool, {})
-    key = (id(task.tree.pool), length, eos) if path is None else path
+    kept, own = KEPT_VECTORS.setdefault(task.tree.pool, {}), (task.tree.trunk.adapter, length, eos)
+    key = (id(task.tree.pool), own) if path is None else path
     for _ in range(2 * GATHERED):  # one search gathers, the others wait
         if key not in UNDER_WAY:
             break
         yield Pause()
-    if path is None and (length, eos) in kept:
-        return kept[length, eos], "cached"
+    if path is None and own in kept:
+        return kept[own], "cached"
     with suppress(UsageError):
         if path:
             return Vectors.load(path), "cached"
@@ -235,7 +235,7 @@ def own_vectors(task: Task, children: int, logp_NV: Tensor) -> Generator[Evaluat
             if path and complete:
                 vectors.save(path)
         if path is None and complete:
-            kept[length, eos] = vectors
+            kept[own] = vectors
             while len(kept) > MOST_KEPT:
                 del kept[next(iter(kept))]
         return vectors, "gathered"

@@ -15,10 +15,11 @@ from engine.app import batch, chat
 from engine.load.budget import plan
 from engine.load.loading import open_adapters
 from engine.load.sizes import Workload
+from engine.service import Entry
 from models.checkpoint.headers import Checkpoint
 from models.families import FAMILIES
 from models.families.llama import Llama
-from search import ADED, Greedy, Speculative, Trie
+from search import ADED, ULTS, Greedy, Speculative, Trie
 from tests.marks import needs_cpp
 from tests.served import background
 
@@ -63,6 +64,19 @@ def test_without_its_adapters_the_engine_is_as_one_without():
         assert with_adapters.logits(prompt, "none").equal(plain.logits(prompt))
         assert tokens(with_adapters, prompt, "none") == tokens(plain, prompt, None)
         assert tokens(with_adapters, prompt, None) == tokens(with_adapters, prompt, "llama_all")
+
+
+def test_each_adapter_has_a_prior_of_its_own_in_a_server():
+    engine = Engine.load(MODEL, **OPTIONS, dtype="float32")
+    (service := engine.service()).keeps_files = False
+    found = []
+    for name in ("none", "llama_all", "llama_some", "llama_all"):
+        request = Request(PROMPTS[0], ULTS(k_max=2, children=3), 5, adapter=name, ignore_eos=True)
+        service.submit(Entry(service.check(request), lambda news: found.append(news.outcome)))
+        while service.busy:
+            service.step()
+    service.close()
+    assert [result.stats["prior"] for result in found if result] == ["gathered", "gathered", "gathered", "cached"]
 
 
 def test_an_adapter_of_the_ends_alone_needs_none_in_the_layers():
