@@ -10,6 +10,7 @@ from collections import Counter
 from collections.abc import Generator, Sequence
 from dataclasses import dataclass, replace
 from heapq import nsmallest
+from operator import itemgetter
 from typing import Any, NamedTuple
 
 import torch
@@ -192,7 +193,7 @@ class Diverse(Search):
 
         def ranked() -> list[Candidate]:
             found = [c for g in groups for c in g.done.ranked(zip(g.totals, map(tree.path, g.live), strict=True))]
-            return sorted(found, key=lambda c: -math.inf if c[0] is None else c[0], reverse=True)
+            return sorted(found, key=itemgetter(0), reverse=True)
 
         return Report(best.settle(tree), tokens, beams=ranked)
 

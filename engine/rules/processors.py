@@ -165,7 +165,7 @@ class Bias(Processor):
         self._row: Tensor | None = None
 
     def start(self, prompt: Sequence[int]) -> State:
-        return tuple(prompt[len(prompt) - self.reach :]) if self.reach and self.reach < len(prompt) else tuple(prompt)
+        return tuple(prompt[max(0, len(prompt) - self.reach) :])
 
     def advance(self, state: State, token: int) -> State:
         return (*state, token)[-self.reach :] if self.reach else ()

@@ -152,8 +152,7 @@ class SBoN(BoN):
         length = min(limit, tokens + drawn / ended) if ended else limit  # expected length of an unfinished utterance
         correlation = per_doubling ** math.log2(length / tokens)
         decisions = max(1, math.ceil(math.log2(limit / self.tau)) - 1)
-        count = accepted_by_risk(len(race.running), correlation, self.risk / decisions)
-        return max(count, min(self.num_return_sequences, len(race.running)))
+        return max(self.num_return_sequences, accepted_by_risk(len(race.running), correlation, self.risk / decisions))
 
 
 class Race:
@@ -252,4 +251,4 @@ class Race:
 
 def _doubles(tokens: int, tau: int) -> bool:
     times, rest = divmod(tokens, tau)
-    return not rest and times > 0 and not times & (times - 1)
+    return not rest and not times & (times - 1)
