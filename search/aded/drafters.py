@@ -96,7 +96,7 @@ class MCTS:
     def _row(self, a: int, b: int) -> list[tuple[int, float]]:
         """Return pairs (c, P(c | a, b)): the likeliest first, among equals the lower token."""
         if (row := self.matrix.get((a, b))) is not None:
-            return sorted(row.items(), key=lambda entry: (-entry[1], entry[0]))
+            return sorted(((c, p) for c, p in row.items() if p), key=lambda entry: (-entry[1], entry[0]))
         after = self.store.after_pair(a, b) if self.store is not None else NONE
         return [(t, n / after.total) for t, n in zip(after.tokens, after.counts, strict=True)][: self.successors]
 

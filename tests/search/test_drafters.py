@@ -150,6 +150,13 @@ def test_the_matrix_is_eq_1_then_strengthened(corpus, store):
     assert dict(MCTS(store)._row(a, b))[c] == p
 
 
+@pytest.mark.parametrize("options", [{"increment": 0}, {"cap": 0}], ids=str)
+def test_mcts_drafts_nothing_without_weight(options):
+    drafter = MCTS(**options)
+    drafter.learn([1, 2, 3, 1, 2, 3, 1, 2])
+    assert drafter.draft(8, 4).tokens == [] and drafter.distribution() == {}
+
+
 def test_mcts_visits_what_is_likely_and_cuts_at_64(store, corpus):
     drafter = MCTS(store, candidates=64, iterations=600)
     drafter.learn(corpus[:40])
