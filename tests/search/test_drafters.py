@@ -165,6 +165,11 @@ def test_mcts_visits_what_is_likely_and_cuts_at_64(store, corpus):
     likely = [token for token, _ in drafter._row(*corpus[38:40])]
     first = [token for token, parent in zip(draft.tokens, draft.parents, strict=True) if parent < 0]
     assert first[0] == likely[0] and set(first) <= set(likely)
+    drafter = MCTS(candidates=1)
+    drafter.learn([1, 2, 3, 4, 5, 1, 2, 3, 4, 5, 1, 2])
+    draft = drafter.draft(8, 4)
+    assert (draft.tokens, draft.parents) == ([3, 4], [-1, 0])  # the candidate, and its likeliest successor (A4)
+    assert drafter.draft(8, 1).tokens == [3]
 
 
 def test_likely():
