@@ -113,8 +113,10 @@ class Parser(argparse.ArgumentParser):
             if near := difflib.get_close_matches(option, self._option_string_actions, 1):
                 message += f" (did you mean {near[0]}?)"
         word = message.removeprefix("unrecognized arguments: ")
-        if word != message and "--model" in self._option_string_actions and os.path.exists(word):
-            message += f" (did you mean --model {word}?)"
+        path = word.removeprefix("-m ")  # llama.cpp's flag
+        if word != message and "--model" in self._option_string_actions and os.path.exists(path):
+            model = os.path.isdir(path) or path.endswith(".gguf") or "--input" not in self._option_string_actions
+            message += f" (did you mean --{'model' if model else 'input'} {path}?)"
         self.exit(2, f"error: {message}\n{self.prog} --help{' all' * bool(self.common)} lists the options\n")
 
 

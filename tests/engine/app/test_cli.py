@@ -171,6 +171,7 @@ def test_search_list(capsys: pytest.CaptureFixture[str]):
         (["--num-beams", "4"], "did you mean --beams?"),
         (["--beam", "4"], "did you mean --beams?"),
         ([str(demo_folder())], f"did you mean --model {demo_folder()}?"),
+        (["-m", str(demo_folder())], f"did you mean --model {demo_folder()}?"),  # as llama.cpp calls it
         (["a" * 300], "unrecognized arguments: aaa"),  # too long for the name of a file
         (["--kv-memory", "lots"], "expected a size such as"),
         (["--beams", "many"], "invalid int value"),

@@ -2,6 +2,7 @@
 
 import re
 from collections.abc import Callable
+from pathlib import Path
 
 import pytest
 
@@ -84,6 +85,15 @@ def test_errors_name_the_help_that_lists_all(capsys: pytest.CaptureFixture[str])
     with pytest.raises(SystemExit):
         chat.parser().parse_args(["--no-such-flag"])
     assert "python -m engine.chat --help all lists the options" in capsys.readouterr().err
+
+
+def test_a_file_without_a_flag_is_taken_for_the_input_or_the_model(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    for name, flag in (("lines.jsonl", "input"), ("model.gguf", "model"), ("folder", "model")):
+        path = tmp_path / name
+        path.mkdir() if name == "folder" else path.touch()
+        with pytest.raises(SystemExit):
+            batch.make_parser().parse_args([str(path)])
+        assert f"did you mean --{flag} {path}?" in capsys.readouterr().err
 
 
 def test_a_tool_without_common_flags_shows_all(capsys: pytest.CaptureFixture[str]):
