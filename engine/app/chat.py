@@ -132,7 +132,7 @@ def chat(args: argparse.Namespace) -> int:
             dialog.mark_saved()
         if prompt is not None:
             return cli.INTERRUPTED if dialog.reply(prompt).finish_reason == "interrupted" else 0
-        screen.hint(banner(engine, settings, args.model or demo_folder()))
+        screen.hint(banner(engine, settings, args.model or demo_folder()), fold=True)
         if saved is not None:
             tell_loaded(dialog, saved)
         return dialog.converse()

@@ -31,7 +31,8 @@ def show_help(dialog: Dialog, _: str) -> None:
         also = ", ".join(alias for alias, real in ALIASES.items() if real == name)
         lines.append(f"{name + USAGE.get(name, ''):18}{command.__doc__}{also and f' (also {also})'}")
     lines += [f"{'//text':18}send /text", f"{QUOTES:18}begin and end a message of several lines"]
-    dialog.screen.note("\n".join([*lines, "Ctrl-C stops a reply, and leaves if that does not stop; Ctrl-D leaves"]))
+    lines.append("Ctrl-C stops a reply, and leaves if that does not stop; Ctrl-D leaves")
+    dialog.screen.note("\n".join(lines), fold=True)
 
 
 def leave(dialog: Dialog, _: str) -> bool:
@@ -98,7 +99,8 @@ def change(dialog: Dialog, rest: str) -> None:
     """change the search, its parameters or the limits; alone, show them"""
     if not rest:
         lines = [f"{key:22}{literal(value)}" for key, value in dialog.settings.shown().items()]
-        dialog.screen.note("\n".join([*lines, f"searches: {', '.join(REGISTRY)}"]))
+        dialog.screen.note("\n".join(lines))
+        dialog.screen.note(f"searches: {', '.join(REGISTRY)}", fold=True)
         return
     engine, settings = dialog.engine, dialog.settings.changed(assignments(rest))
     engine.service().check(Request([engine.start_token], settings.configuration(), **settings.limits()))
@@ -153,7 +155,7 @@ def tree(dialog: Dialog, rest: str) -> None:
 def stats(dialog: Dialog, _: str) -> None:
     """figures of the last reply, the context and the cache"""
     lines = [figures(dialog.last, dialog.engine.capabilities)] if dialog.last else []
-    dialog.screen.note("\n".join([*lines, *_cache(dialog)]))
+    dialog.screen.note("\n".join([*lines, *_cache(dialog)]), fold=True)
 
 
 def save(dialog: Dialog, rest: str) -> None:

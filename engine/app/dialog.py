@@ -162,7 +162,7 @@ class Dialog:
         if best.token_logprobs is not None and not self.args.json:
             self.screen.note(token_table(best, self.engine.tokenizer))
         if self.args.stats:
-            self.screen.note(figures(result, self.engine.capabilities))
+            self.screen.note(figures(result, self.engine.capabilities), fold=True)
 
     def keep(self) -> None:
         """Save the conversation to `file`, if there is one. Raises UsageError, also if another program changed it."""

@@ -6,10 +6,12 @@ import fcntl
 import glob
 import io
 import os
+import re
 import shutil
 import signal
 import sys
 import termios
+import textwrap
 import threading
 import time
 import unicodedata
@@ -80,13 +82,13 @@ class Screen:
         if self.column or not self.tty:
             self.text("\n")
 
-    def hint(self, text: str) -> None:
-        """Print dim lines to stderr, on terminals only."""
+    def hint(self, text: str, *, fold: bool = False) -> None:
+        """Print dim lines to stderr, on terminals only; see `note`."""
         if self.tty and not self.quiet:
-            self.note(text, dim=True)
+            self.note(text, dim=True, fold=fold)
 
-    def note(self, text: str, *, dim: bool = False) -> None:
-        """Print lines to stderr."""
+    def note(self, text: str, *, dim: bool = False, fold: bool = False) -> None:
+        """Print lines to stderr; `fold` breaks them between words on a terminal, which would break inside words."""
         with self._lock:
             self._release()
             self._wipe()
@@ -94,6 +96,7 @@ class Screen:
                 self.text("\n")
             if self.err.isatty():
                 text = text.translate(CONTROLS)
+                text = folded(text, shutil.get_terminal_size().columns) if fold else text
             self.err.write((self._dim(text) if dim else text) + "\n")
             self.err.flush()
 
@@ -185,6 +188,17 @@ class Screen:
                 self.column = min(width - 1, self.column // 8 * 8 + 8)
             elif n := cells(c):
                 self.column = n if self.column + n > width else self.column + n
+
+
+def folded(text: str, width: int) -> str:
+    """Lines of at most this width, if no word is longer; the rest of a table's row goes under its second column."""
+    lines = []
+    for line in text.split("\n"):
+        row = re.match(r"\S.*?  +", line)
+        indent = " " * row.end() if row and row.end() <= width // 2 else ""
+        parts = textwrap.wrap(line, width, subsequent_indent=indent, break_long_words=False, break_on_hyphens=False)
+        lines += parts or [""]
+    return "\n".join(lines)
 
 
 def capable() -> bool:

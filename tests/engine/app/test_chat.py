@@ -403,6 +403,17 @@ def test_columns(screen):
         assert shown.column == column
 
 
+def test_long_notes_break_between_words(screen):
+    shown, rows = screen(), "steps    answer complete at step 8 of 8, twice\n/a" + "b" * 40 + " c\n\nend"
+    shown.note(rows, fold=True)
+    assert shown.err.getvalue() == (
+        "steps    answer complete at step 8 of 8,\n         twice\n/a" + "b" * 40 + "\nc\n\nend\n"
+    )
+    for whole in (shown, Screen(io.StringIO(), io.StringIO())):
+        whole.note(rows, fold=whole is not shown)
+        assert whole.err.getvalue().endswith(rows + "\n")
+
+
 def test_the_label_shows_what_beams_agree_on(engine):
     watch = Watch(engine, Trie(beams=4))
     assert watch.label() == ("", "[reading the prompt]", ())
