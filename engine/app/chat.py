@@ -40,12 +40,13 @@ from search.trie import Trie
 def banner(engine: Engine, settings: Settings, folder: str | Path) -> str:
     """The lines before the first prompt."""
     keys, machine = engine.pool.cache.k_LGSD, engine.capabilities
+    name = "demo" if is_demo(folder) else engine.name
     dtype, device = machine.precision or dtype_name(keys.dtype), keys.device
     where = plural(torch.get_num_threads(), "thread") if device.type == "cpu" else str(device)
     params = ", ".join(f"{key} {literal(value)}" for key, value in settings.params.items())
     context = f"context {engine.shape.max_positions} tokens" if engine.shape.max_positions else "context without limit"
     lines = [
-        f"coppice {__version__} · {engine.name}: {_count(engine.model.parameters)} parameters, {dtype}, {where}, "
+        f"coppice {__version__} · {name}: {_count(engine.model.parameters)} parameters, {dtype}, {where}, "
         f"loaded in {engine.load_seconds:.1f} s",
         f"search {settings.search}{f' ({params})' if params else ''} · {context}, "
         f"cache for {engine.pool.pages * engine.pool.page_size}",

@@ -109,7 +109,7 @@ def test_a_batch_without_a_model():
 def test_the_banner_says_what_it_is(engine: Engine, tmp_path: Path):
     settings = chat.Settings("greedy", {}, 256, False, ())
     told = chat.banner(engine, settings, demo_folder())
-    assert BANNER in told and "toy" in told and "--model DIR" in told
+    assert BANNER in told and "toy" in told and "--model DIR" in told and " · demo: 2.66M parameters" in told
     make(tmp_path, layers=1, width=32, mlp=48, heads=2, vocab=260, max_positions=64)
     assert BANNER not in chat.banner(Engine.load(tmp_path, kv_memory=1 << 20), settings, tmp_path)
 
