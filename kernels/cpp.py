@@ -59,6 +59,7 @@ WRONG = re.compile("error|cannot find")  # in the line that says why a compiler 
 VARIABLE = "COPPICE_KERNELS"
 PREBUILT = Path(__file__).parent / "prebuilt"
 UNFINISHED = "building-"  # begins the names of the folders of builds
+ROOM = 96 << 20  # bytes of the disk that a build needs: nearly all for the header that is parsed once
 LEFT_SECONDS = 3600  # a folder that has not changed for so long is of a build that a signal ended
 FORMAT = 1  # of the files that a library consists of
 OPERATORS = operators.parse(Path(__file__).with_name("operators.h").read_text("utf-8"))
@@ -257,8 +258,8 @@ def build(folder: Path, name: str, target: Target, *, announce: str) -> None:
         announce: text on stderr after "building the C++ kernels" and "built the C++ kernels".
 
     Raises:
-        BuildError: no compiler, one that fails or builds for other machines, or a library that does not load here
-            although the target runs here.
+        BuildError: no compiler, one that fails or builds for other machines, no room on the disk, or a library that
+            does not load here although the target runs here.
         OSError: the folder cannot be written to.
     """
     command = compiler()
@@ -271,6 +272,8 @@ def build(folder: Path, name: str, target: Target, *, announce: str) -> None:
             f"{target.name}: {command} builds for {triple}; name a compiler for {target.machine} by CXX, "
             f"for example CXX={target.machine}-linux-gnu-g++"
         )
+    if (room := shutil.disk_usage(folder).free) < ROOM:  # before minutes of work, which every start would repeat
+        raise BuildError(f"{folder}: a build takes {ROOM >> 20} MB of the disk, which has {room >> 20} MB to spare")
     what, start = f"the C++ kernels {announce}", time.monotonic()
     files.report(f"building {what}, once (two minutes of CPU time) ...")
     for left in folder.glob(f"{UNFINISHED}*"):

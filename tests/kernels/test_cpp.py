@@ -9,6 +9,7 @@ import subprocess
 import threading
 import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -311,6 +312,16 @@ def test_a_disk_that_loses_what_is_written_is_an_error(monkeypatch, capfd):
     again()
     assert "is the disk full or failing?" in cpp.why_not()
     assert capfd.readouterr().err.count("building") == 1
+
+
+@needs_compiler
+def test_a_full_disk_is_noticed_before_anything_is_compiled(monkeypatch, capfd):
+    monkeypatch.setattr(cpp.shutil, "disk_usage", lambda folder: SimpleNamespace(free=cpp.ROOM - 1))
+    again()
+    assert re.search(r"/kernels: a build takes 96 MB of the disk, which has 95 MB to spare", cpp.why_not() or "")
+    assert "building" not in capfd.readouterr().err
+    monkeypatch.setattr(cpp.shutil, "disk_usage", lambda folder: SimpleNamespace(free=cpp.ROOM))
+    assert answer() == 42
 
 
 @needs_compiler
