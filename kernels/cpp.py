@@ -14,7 +14,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import FIRST_EXCEPTION, ThreadPoolExecutor, wait
 from contextlib import suppress
 from functools import lru_cache
 from pathlib import Path
@@ -327,6 +327,11 @@ def _compiled(options: Sequence[str], sources: Sequence[Path], work: Path) -> li
         made = {order[0]: pool.submit(compiled, order[0])}
         header = pool.submit(_precompiled, options, include if users else None)
         made |= {source: pool.submit(compiled, source) for source in order[1:]}
+        done, rest = wait(made.values(), return_when=FIRST_EXCEPTION)
+        for future in rest:
+            future.cancel()
+        for future in done:
+            future.result()  # one that failed raises: the others need not be compiled
         return [made[source].result() for source in sources]
 
 

@@ -315,6 +315,20 @@ def test_a_disk_that_loses_what_is_written_is_an_error(monkeypatch, capfd):
 
 
 @needs_compiler
+def test_after_an_error_no_other_source_is_compiled(monkeypatch, tiny):
+    others = [tiny.with_name(f"{number}.cpp") for number in range(20)]
+    for other in others:
+        other.write_text("")
+    monkeypatch.setattr(cpp, "SOURCES", [*others, bad := tiny.with_name("bad.cpp")])
+    bad.write_text("no C++")  # the longest, so the first
+    monkeypatch.setattr(cpp.os, "cpu_count", lambda: 1)
+    compiled, run = [], cpp._run
+    monkeypatch.setattr(cpp, "_run", lambda command: compiled.extend({"-c"} & {*command}) or run(command))
+    again()
+    assert "error" in (cpp.why_not() or "") and len(compiled) < 10
+
+
+@needs_compiler
 def test_a_full_disk_is_noticed_before_anything_is_compiled(monkeypatch, capfd):
     monkeypatch.setattr(cpp.shutil, "disk_usage", lambda folder: SimpleNamespace(free=cpp.ROOM - 1))
     again()
