@@ -439,10 +439,11 @@ class Driver:
             if result is not None:
                 result.stats = job.stats({name: each.pool for name, each in self.runners.items()}) | result.stats
             job.trace.finish(result, error)
+            tokens = job.settled if result is None else result.outputs[0].token_ids
             if job.drafts is not None:
-                job.drafts.close(job.settled if result is None else result.outputs[0].token_ids)
+                job.drafts.close(tokens if job.constrained is None else job.constrained.endings.real(tokens))
             if job.trees and error is None:
-                self._keep_trunks(job, job.settled if result is None else result.outputs[0].token_ids)
+                self._keep_trunks(job, tokens)
         finally:
             for tree in job.trees:
                 tree.release()

@@ -13,6 +13,7 @@ from pathlib import Path
 from engine.drafts.backoff import Backoff
 from engine.drafts.size import MAX_NODES, DraftSize
 from engine.errors import KVMemoryError, UsageError
+from engine.rules.endings import is_stuck
 from search.aded.drafters import MCTS, TextDrafter
 from search.aded.drafting import Drafting, Planted
 from search.aded.ngrams import NGramStore, add_to_store, count, open_store, vocabulary
@@ -131,7 +132,8 @@ class ADED(Search):
                 drafts.learn(planted, fresh, likely)
             yield Report(fresh, lambda: tokens, drafts.settle(planted, fresh))
         if self.save is not None:
-            add_to_store(self.save, count(prompt[-2:] + tokens), *vocabulary(task))
+            learnt = tokens[:-1] if is_stuck(logprob) else tokens  # the last one only stands for an end
+            add_to_store(self.save, count(prompt[-2:] + learnt), *vocabulary(task))
         return SearchResult([Output(tokens, logprob, logprob, reason)], drafts.stats())
 
     def _sampling(self) -> Sample | None:

@@ -5,7 +5,9 @@ import itertools
 import pytest
 
 from engine import ConstraintError, Engine, Progress, Text
-from search import BoN, Diverse, Greedy, SBoN, Trie
+from engine.drafts import Draft
+from search import ADED, BoN, Diverse, Greedy, SBoN, Trie
+from search.aded.ngrams import count, open_store
 from tests.engine.rules.automata import EOS, GOLDEN, Automaton, ask, named, scored
 
 pytestmark = pytest.mark.usefixtures("exact_pool")
@@ -142,3 +144,19 @@ def test_candidates_lack_the_token_that_stands_for_an_end(engine, search):
     ]
     assert (None, [40]) in shown and not any(tokens == [40, 37] for _, tokens in shown)
     assert all(score is None or score > -1e3 for score, _ in shown)
+
+
+@pytest.mark.parametrize("ends", [[EOS], []])
+def test_what_stands_for_an_end_is_not_learnt(engine, tmp_path, ends):
+    dead, closed = Automaton([[[50, 1]], [[52, 2]], [[53, 3]], []]), []
+
+    class Drafts:
+        open = lambda self, salt, prompt: self  # noqa: E731
+        learn = lambda self, tokens: None  # noqa: E731
+        draft = lambda self, ahead, nodes, depth: Draft()  # noqa: E731
+        close = closed.append
+
+    for search in (Greedy(), Trie(beams=2), ADED(save=tmp_path / "store")):
+        ask(engine, search, new=9, constraint=dead, eos_token_ids=ends, drafts=Drafts())
+    assert [[*tokens] for tokens in closed] == [[50, 52, 53]] * 2
+    assert open_store(tmp_path / "store").run()[0].tolist() == count([6, 7, 50, 52, 53])[0].tolist()
