@@ -110,7 +110,7 @@ def change(dialog: Dialog, rest: str) -> None:
 
 
 def show(dialog: Dialog, rest: str) -> None:
-    """show the model's configuration, the memory, the chat template or the settings"""
+    """show config (the model's), mem (the memory), template (the chat's) or settings"""
     if rest == "settings":
         change(dialog, "")
     elif rest == "config":

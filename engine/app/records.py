@@ -24,7 +24,7 @@ from engine.load.distributed import shared
 from engine.load.generation import Generation
 from engine.load.loading import LoadedModel
 from engine.request import score_request
-from engine.rules import ONE_OF, PLAIN_RULES, response_format, with_changes
+from engine.rules import ONE_OF, PLAIN_RULES, RULES, response_format, with_changes
 from engine.text.prompting import TemplateOptions, chat_prompt
 from engine.text.thinking import Thoughts
 from search.base import REGISTRY, chosen, make_search, parameters, paths
@@ -246,8 +246,9 @@ def make_request(
     if len(given) != 1:
         raise UsageError(f"expected one of prompt, messages and prompt_ids, got {' and '.join(given) or 'none'}")
     params = _object(record, "params")
-    flags = dict.fromkeys(vars(args), "only the command line has it, as a flag")
-    _known(params, known, "params.", flags | dict.fromkeys(KEYS, "it is a key of the line, beside params"))
+    elsewhere = dict.fromkeys(RULES, "only engine.Request has it, in Python")
+    elsewhere |= dict.fromkeys(vars(args), "only the command line has it, as a flag")
+    _known(params, known, "params.", elsewhere | dict.fromkeys(KEYS, "it is a key of the line, beside params"))
     own_rules = _own_rules(record, params)
     name, generation = chosen(params, args.search), getattr(args, "generation", Generation())
     bounds = _bounds(params, args, with_changes(with_changes(generation.rules_of(name), rules(args)), own_rules))

@@ -176,7 +176,8 @@ def check_limits(request: Request, limits: Limits, served: Served) -> None:
 def check_width(width: int, most: int) -> None:
     """Raises UsageError for a search that keeps more sequences at once."""
     if width > most:
-        remedy = f"ask for fewer (n, beams, bon_n, sbon_n), or start the server with --max-width {width}"
+        fewer = "n, beams, bon_n, sbon_n, ults_k_max, dsbd_width, dsbd_draft_beams"
+        remedy = f"ask for fewer ({fewer}), or start the server with --max-width {width}"
         raise UsageError(f"the search keeps {width} sequences at once, this server at most {most}", remedy=remedy)
 
 

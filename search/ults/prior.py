@@ -92,10 +92,10 @@ class Vectors:
         try:
             stat = path.stat()
             if stat.st_size > LARGEST:
-                raise UsageError(f"prior: {path} is too large for one: {stat.st_size} bytes", remedy=REMEDY)
+                raise _fault(path, f"too large: {stat.st_size} bytes")
             return _load(path, stat.st_mtime_ns, stat.st_size)
         except OSError as error:
-            raise UsageError(f"prior: {path}: {error.strerror}", remedy=REMEDY) from None
+            raise _fault(path, str(error.strerror)) from None
 
 
 @lru_cache(maxsize=8)
@@ -105,18 +105,23 @@ def _load(path: Path, _modified: int, _size: int) -> Vectors:
         found = safetensors.torch.load(data)  # checks the header
         metadata = json.loads(data[8 : 8 + int.from_bytes(data[:8], "little")]).get("__metadata__") or {}
     except (SafetensorError, ValueError, KeyError) as error:
-        raise UsageError(f"prior: {path} is no safetensors file: {error}", remedy=REMEDY) from None
+        raise _fault(path, f"no safetensors file: {error}") from None
     logp, tokens = found.get("logp", torch.empty(0)), found.get("tokens", torch.empty(0))
     if logp.dim() != 2 or not logp.numel() or logp.shape != tokens.shape or logp.dtype != torch.float32:
-        raise UsageError(f"prior: {path}: expected float32 logp [R, K] and int64 tokens [R, K]", remedy=REMEDY)
+        raise _fault(path, "expected float32 logp [R, K] and int64 tokens [R, K]")
     if tokens.dtype != torch.int64 or not (logp[:, 1:] <= logp[:, :-1]).all() or not logp[:, 0].isfinite().all():
-        raise UsageError(f"prior: {path}: expected log-probabilities, descending in each row", remedy=REMEDY)
+        raise _fault(path, "expected log-probabilities, descending in each row")
     if not (logp.double().exp().sum(1) < 1.001).all():
-        raise UsageError(f"prior: {path}: probabilities of a row add up to more than 1", remedy=REMEDY)
+        raise _fault(path, "probabilities of a row add up to more than 1")
     vectors = Vectors(logp, tokens)
     if metadata.get(CHECKSUM, checksum := vectors._checksum()) != checksum:
-        raise UsageError(f"prior: {path} is damaged: not what was written", remedy=REMEDY)
+        raise _fault(path, "damaged: not what was written")
     return vectors
+
+
+def _fault(path: Path, what: str) -> UsageError:
+    """A fault of a prior's file."""
+    return UsageError(f"the prior of ULTS: {what}", where=str(path), remedy=REMEDY)
 
 
 @lru_cache(maxsize=8)

@@ -230,7 +230,7 @@ def test_files_that_hold_something_else(tmp_path, change):
     vectors = Vectors.of(torch.log_softmax(torch.randn(5, 100), -1))
     content = change({"logp": vectors.logp_RK, "tokens": vectors.tokens_RK})
     path.write_bytes(content if isinstance(content, bytes) else save(content))
-    with pytest.raises(UsageError, match="prior: "):
+    with pytest.raises(UsageError, match="the prior of ULTS: "):
         Vectors.load(path)
 
 
@@ -243,7 +243,7 @@ def test_a_damaged_file_is_refused(tmp_path):
         damaged = bytearray(whole)
         damaged[place] ^= 1
         (tmp_path / f"prior{place}").write_bytes(damaged)
-        with pytest.raises(UsageError, match="prior: "):
+        with pytest.raises(UsageError, match="the prior of ULTS: "):
             Vectors.load(tmp_path / f"prior{place}")
 
 

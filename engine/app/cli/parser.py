@@ -47,7 +47,8 @@ class Parser(argparse.ArgumentParser):
         self._groups: dict[str, argparse._ArgumentGroup] = {}
         if common:
             text = "show common flags and exit; all: every flag"
-            self.add_argument("-h", "--help", action=_Help, nargs="?", choices=["all"], metavar="all", help=text)
+            options = {"nargs": "?", "choices": ["all"], "metavar": "all", "default": argparse.SUPPRESS}
+            self.add_argument("-h", "--help", action=_Help, help=text, **options)
         else:
             self.add_argument("-h", "--help", action="help", help="show this and exit")
 

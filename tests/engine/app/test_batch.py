@@ -222,7 +222,9 @@ BAD = [
     ({"prompt": "a", "params": {"sequence_bias": [[1, 2, 3]]}}, "sequence_bias: expected a list of"),
     ({"prompt": "a", "params": {"constraint_scores": []}}, "constraint_scores: expected model or renormalised"),
     ({"prompt": "a", "params": {"repetition_penalty": None}}, "repetition_penalty: expected a number"),
-    ({"prompt": "a", "params": {"constraint": "x"}}, "params.constraint: no such key"),
+    ({"prompt": "a", "params": {"constraint": "x"}}, "params.constraint: no such key; only engine.Request has it"),
+    ({"prompt": "a", "params": {"logits_processor": 1}}, "params.logits_processor: no such key; only engine.Request"),
+    ({"prompt": "a", "params": {"help": 1}}, "params.help: no such key; did you mean heal?"),
 ]
 
 

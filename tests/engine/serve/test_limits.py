@@ -262,6 +262,8 @@ def test_keys_come_from_a_file_or_the_environment(tmp_path, monkeypatch):
         (["--model", "x", "--model", "y", "--memory", "1G", "--port", "0"], "--memory is for one model"),
         (["--search", "sample", "--beams", "3"], "the search 'sample' has no such parameter"),
         (["--search", "bon"], "or start the server with --max-width 100"),
+        (["--search", "dsbd", "--dsbd-width", "65"], "dsbd_width, dsbd_draft_beams), or start"),
+        (["--search", "ults", "--ults-k-max", "65"], "ults_k_max, "),
     ],
 )
 def test_wrong_command_lines(capsys, monkeypatch, flags, message):
