@@ -129,7 +129,7 @@ class RequestOptions(TypedDict, total=False):
     no_repeat_ngram_size: int
     bad_words: Words
     min_length: int
-    min_new_tokens: int
+    min_new_tokens: int | None
     prefix_allowed_tokens_fn: Callable[[int, Tensor], Any] | None
     suppress_tokens: Sequence[int]
     begin_suppress_tokens: Sequence[int]

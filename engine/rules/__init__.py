@@ -80,9 +80,8 @@ class Rules:
         no_repeat_ngram_size: no sequence of this many tokens occurs twice, prompt included; 0: no limit.
         bad_words: texts, or token sequences, that must not be generated. A text is banned both as tokenised alone and
             as tokenised after a space.
-        min_length: no end-of-sequence token before there are this many tokens, the prompt included; `min_new_tokens`
-            takes precedence.
-        min_new_tokens: no end-of-sequence token before there are this many new tokens.
+        min_length: no end-of-sequence token before there are this many tokens, the prompt included.
+        min_new_tokens: no end-of-sequence token before there are this many new tokens; even 0 replaces `min_length`.
         prefix_allowed_tokens_fn: (0, int64 tensor of the prompt's and the path's tokens) -> allowed token ids.
         suppress_tokens: token ids that must not be generated.
         begin_suppress_tokens: token ids that must not be generated first.
@@ -111,7 +110,7 @@ class Rules:
     no_repeat_ngram_size: int = 0
     bad_words: Words = ()
     min_length: int = 0
-    min_new_tokens: int = 0
+    min_new_tokens: int | None = None
     prefix_allowed_tokens_fn: Callable[[int, Tensor], Any] | None = None
     suppress_tokens: Sequence[int] = ()
     begin_suppress_tokens: Sequence[int] = ()
@@ -127,8 +126,8 @@ class Rules:
             check_number(name, getattr(self, name), -2, 2)
         check_number("dry_multiplier", self.dry_multiplier, 0, MOST_BIAS)
         check_number("dry_base", self.dry_base, 1, MOST_BIAS)
-        least = {"no_repeat_ngram_size": 0, "min_length": 0, "min_new_tokens": 0}
-        for name, number in (least | {"dry_allowed_length": 1, "dry_penalty_last_n": -1}).items():
+        least = {"no_repeat_ngram_size": 0, "min_length": 0, "dry_allowed_length": 1, "dry_penalty_last_n": -1}
+        for name, number in (least | {"min_new_tokens": 0} if self.min_new_tokens is not None else least).items():
             check_integer(name, getattr(self, name), number)
         breakers = self.dry_sequence_breakers
         if not isinstance(breakers, list | tuple) or not all(isinstance(text, str) and text for text in breakers):
@@ -203,7 +202,7 @@ class Rules:
         words = _sequences("bad_words", self.bad_words, vocab, tokenizer, spaced=True)
         if bans := {tuple(word): -math.inf for word in words if word not in [[end] for end in ends]}:
             made.append(Bias(bans))
-        shortest = self.min_new_tokens or self.min_length - len(prompt)
+        shortest = self.min_length - len(prompt) if self.min_new_tokens is None else self.min_new_tokens
         if shortest > 0 and ends:
             made.append(Suppress(ends, shortest))
         if (constraint := self._constraint(vocab, ends, tokenizer)) is not None:
@@ -314,8 +313,6 @@ def _thinks(prompt: Sequence[int], tokenizer: Tokenizer) -> bool:
 def with_changes(given: Mapping[str, Any], changes: Mapping[str, Any]) -> dict[str, Any]:
     """Fields of `Rules` after changes: a new field replaces those that it excludes."""
     excluded = ONE_OF if any(name in changes for name in ONE_OF) else ()
-    if "min_new_tokens" in changes:  # even if it is 0, as in transformers
-        excluded = (*excluded, "min_length")
     return {name: value for name, value in given.items() if name not in excluded} | dict(changes)
 
 

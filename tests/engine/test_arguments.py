@@ -71,7 +71,7 @@ REQUEST: list[tuple[str, list[Any]]] = [
     ("no_repeat_ngram_size", [None, 1.5, -1, True]),
     ("bad_words", [None, 5, "x", [5], [[]], [""]]),
     ("min_length", [None, 1.5, -1, True]),
-    ("min_new_tokens", [None, 1.5, -1, True]),
+    ("min_new_tokens", ["x", 1.5, -1, True]),
     ("prefix_allowed_tokens_fn", [5, "x"]),
     ("suppress_tokens", [None, 5, "5", [5.0], [-1], [True], [1 << 40]]),
     ("begin_suppress_tokens", [None, 5, "5", [5.0], [-1], [True]]),

@@ -521,8 +521,6 @@ def test_response_formats():
     given = {"regex": "a", "min_new_tokens": 3}
     assert with_changes(given, {"json_schema": None}) == {"min_new_tokens": 3, "json_schema": None}
     assert with_changes(given, {"bad_words": ["b"]}) == {**given, "bad_words": ["b"]}
-    assert with_changes({"min_length": 30}, {"min_new_tokens": 0}) == {"min_new_tokens": 0}
-    assert with_changes({"min_new_tokens": 3}, {"min_length": 30}) == {"min_new_tokens": 3, "min_length": 30}
 
 
 def test_sources_are_checked_without_a_tokenizer():

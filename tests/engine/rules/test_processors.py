@@ -65,6 +65,15 @@ def test_draws_have_the_law_of_transformers(engine, number):
     assert value < chi_square_bound(cells)
 
 
+def test_least_tokens_as_in_transformers(engine):
+    """Its `min_new_tokens`, even if it is 0, replaces `min_length`."""
+    [first] = ask(engine, Greedy(), new=1).outputs[0].token_ids
+    for rules, ends in {(3, None): True, (4, None): False, (4, 0): True, (3, 1): False, (0, 0): True}.items():
+        options = dict(zip(("min_length", "min_new_tokens"), rules, strict=True))
+        output = ask(engine, Greedy(), eos_token_ids=[first], **options).outputs[0]
+        assert (output.token_ids == [first]) == ends, rules
+
+
 def test_hooks(engine):
     """A hook sees edited rows and may edit them; what it does wrong is an error of its request."""
     seen = []
