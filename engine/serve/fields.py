@@ -160,6 +160,8 @@ def _read(body: dict[str, Any], kind: str, served: Served, limits: Limits, ident
     if checked[0].request.logprobs is not None:
         served.spelling(0)  # computed here, not while others stream
     drawn = getattr(checked[0].request.search, "num_return_sequences", 1)
+    if use is not None and not use.forced and checked[0].request.json_schema is not None:
+        use = None  # JSON of the client's schema is the answer, even if it looks like a call
     return Asked(
         served,
         kind,

@@ -120,6 +120,23 @@ def test_a_forced_call_fits_its_schema(server, fields, stream):
         assert call["arguments"].get("place", "Rome") in ("Rome", "Oslo") and 1 <= call["arguments"].get("days", 1) <= 3
 
 
+@pytest.mark.parametrize("stream", [False, True])
+def test_json_of_a_schema_is_no_call(server, stream):
+    pytest.importorskip("llguidance", reason="needs the extra grammar")
+    schema = {"const": {"name": "clock", "arguments": {}}}
+    response: Any = {"type": "json_schema", "json_schema": {"name": "x", "schema": schema}}
+    for fields in ({"response_format": response}, {"extra_body": {"json_schema": schema}}):
+        reply = server.client.chat.completions.create(
+            model="demo", messages=HOT, tools=TOOLS, stream=stream, temperature=0, max_tokens=99, **fields
+        )
+        if stream:
+            content, calls, reasons = joined(reply)
+        else:
+            message, reasons = reply.choices[0].message, [reply.choices[0].finish_reason]
+            content, calls = message.content, message.tool_calls or []
+        assert json.loads(content) == schema["const"] and not calls and reasons == ["stop"]
+
+
 def test_the_helpers_of_the_client(server):
     pytest.importorskip("llguidance", reason="needs the extra grammar")
 
