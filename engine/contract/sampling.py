@@ -20,6 +20,7 @@ MASK = (1 << 32) - 1
 NUCLEUS = 256  # tokens that are ranked for top-p; if they do not suffice, all are
 MAX_SIGMAS = 1e6
 ROUNDING = 1e-6  # error of sums of probabilities
+BLOCK = 1 << 19  # numbers, in whole rows, that a CPU warps at a time, or a row for each thread
 XTC = 0x585443  # keys numbers that are independent of the Gumbel vector of the same draw
 
 
@@ -108,7 +109,24 @@ class Warp:
             seed, sequences, positions: the keys of n draws.
             row_n: int64, the row of each draw; None: each draw has its own.
         """
-        warped_nV = self(logp_NV) if row_n is None else self(logp_NV)[row_n]
+        threads = torch.get_num_threads()
+        most = max(1, BLOCK // logp_NV.shape[1] // threads) * threads
+        if not logp_NV.is_cpu or max(len(logp_NV), len(sequences)) <= most:
+            return self._drawn(self(logp_NV) if row_n is None else self(logp_NV)[row_n], seed, sequences, positions)
+        row_n = torch.arange(len(sequences)) if row_n is None else row_n
+        token_n = torch.empty_like(row_n)
+        for first in range(0, len(logp_NV), most):
+            own_m = ((row_n >= first) & (row_n < first + most)).nonzero()[:, 0]
+            if not len(own_m):
+                continue
+            warped_NV = self(logp_NV[first : first + most])
+            for draw_m in own_m.split(most):
+                keys = [[given[i] for i in draw_m.tolist()] for given in (sequences, positions)]
+                token_n[draw_m] = self._drawn(warped_NV[row_n[draw_m] - first], seed, *keys)
+        return token_n
+
+    def _drawn(self, warped_nV: Tensor, seed: int, sequences: Sequence[int], positions: Sequence[int]) -> Tensor:
+        """One token per row of warped log-probabilities."""
         if self.xtc_probability and self.xtc_threshold <= 0.5:
             numbers = [one / (1 << 32) for one in _keys(seed, sequences, positions, XTC)[::2]]
             excludes = torch.tensor([[number < self.xtc_probability] for number in numbers])

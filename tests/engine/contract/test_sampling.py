@@ -297,6 +297,22 @@ def test_uniforms():
     assert max(abs(a - b) for a, b in zip(sorted(numbers), steps, strict=True)) < 2.23 / math.sqrt(len(numbers))
 
 
+@pytest.mark.parametrize(
+    "warp", [Warp(), Warp(5.0, top_p=0.95), Warp(typical_p=0.9), Warp(xtc_probability=0.5, xtc_threshold=1e-4)]
+)
+def test_draws_warp_a_few_rows_at_a_time(warp, monkeypatch):
+    """Neither the rows nor those of all draws are warped together, and the draws are the same."""
+    logp_NV = torch.log_softmax(torch.randn(7, 3000, generator=torch.Generator().manual_seed(0)), -1)
+    sequences, positions, row_n = [*range(40)], [i % 3 for i in range(40)], torch.tensor([i * i % 7 for i in range(40)])
+    together = warp.draws(logp_NV, 1, sequences, positions, row_n), warp.draws(logp_NV, 1, sequences[:7], positions[:7])
+    monkeypatch.setattr(sampling, "BLOCK", 1)
+    rows, before = list[int](), sampling.draws
+    monkeypatch.setattr(sampling, "draws", lambda x_nV, *keys: rows.append(len(x_nV)) or before(x_nV, *keys))
+    assert warp.draws(logp_NV, 1, sequences, positions, row_n).equal(together[0])
+    assert warp.draws(logp_NV, 1, sequences[:7], positions[:7]).equal(together[1])
+    assert max(rows) == torch.get_num_threads() and sum(rows) == 47
+
+
 def test_sums_of_a_single_row_do_not_depend_on_the_number_of_threads():
     rows_NV = torch.log_softmax(torch.randn(24, 1 << 17, generator=torch.Generator().manual_seed(0)) * 3, -1)
     sums = {
