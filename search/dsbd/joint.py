@@ -14,7 +14,8 @@ code path below, and so are the draws.
 
 If the warp leaves few cells, they are kept in lists: the largest log-probabilities of each row determine these cells
 and come to the host with the answer, so rows are read once and never sorted. If the warp leaves many cells, a tensor on
-the host holds all of them; a GPU then sends whole rows with the answer, to avoid waiting a second time.
+the host holds all of them (`search.dsbd.copies` finds the border of the warp); a GPU then sends whole rows with the
+answer, to avoid waiting a second time.
 """
 
 import math
@@ -32,12 +33,12 @@ from torch import Tensor
 from engine.cache.tree import TokenTree
 from engine.contract.sampling import Warp, by_row
 from search.base import Evaluate, top_k
+from search.dsbd.copies import REACHED, Copies
 
 MAX_LISTED_CELLS = 1024  # a distribution over more cells is a tensor
 NUCLEUS = 64  # tokens of a row that are listed for top-p; smaller vocabularies are listed whole
 MAX_TOP_K = 256  # tokens of a row that are listed for top-k; a larger top-k uses whole rows
 SUMMED = 256  # blocks of a tensor that are summed at a time
-REACHED = 1 - 1e-12  # share of top-p that counts as reached, so that the rounding of sums does not matter
 Probabilities = Sequence[float] | Tensor
 
 
@@ -209,28 +210,41 @@ class Reader:
         logp_WV = torch.stack([rows[node].logp_V for node in nodes])  # type: ignore[misc]
         if short := V - logp_WV.shape[1]:
             logp_WV = torch.nn.functional.pad(logp_WV, (0, short), value=-math.inf)
-        warped = warp.top_k or warp.top_p < 1 or warp.min_p or warp.temperature == 0
-        if warped:
-            given_W2 = torch.tensor([beam[1:] for beam in beams], dtype=torch.float64)
-            offset_W1, n_W1 = given_W2.to(logp_WV.device).split(1, 1)
-            probs = warp_copies((logp_WV + offset_W1).view(-1), n_W1.expand_as(logp_WV).reshape(-1), warp)
+        if warp.temperature == 0:
+            offset_W = torch.tensor([beam.logprob for beam in beams], dtype=torch.float64, device=logp_WV.device)
+            row = int((logp_WV.amax(1) + offset_W).argmax())  # the first of equals
+            return self._of_cells(logp_WV, nodes, torch.tensor([row * V + int(logp_WV[row].argmax())]), [1.0])
+        if warp.top_k or warp.top_p < 1 or warp.min_p:
+            copies = Copies(logp_WV, [beam.logprob for beam in beams], [beam.count for beam in beams], warp)
+            total, cells = copies.total()
+            if cells <= MAX_LISTED_CELLS:
+                return self._of_cells(logp_WV, nodes, *copies.cells())
+            probs = torch.empty_like(logp_WV)
+            for block, mass_RV in copies.masses():
+                probs[block] = mass_RV.div_(total)
         else:  # n copies equal one whose warped logarithm is greater by log n
             offsets = [beam.logprob + warp.temperature * math.log(beam.count) for beam in beams]
             offset_W1 = torch.tensor(offsets, dtype=torch.float32).unsqueeze(1).to(logp_WV.device, non_blocking=True)
-            score_C = (logp_WV + offset_W1).view(1, -1)
-            probs = warp(score_C if self.normalised else score_C.sub_(score_C.max()))[0].exp_()
-            del score_C  # memory for the sum
-            probs /= sums_of(probs).sum()
-        flat = logp_WV.view(-1).to(probs.dtype)
+            probs = logp_WV + offset_W1
+            if not self.normalised:
+                probs -= probs.max()
+            if warp.temperature != 1:
+                probs /= warp.temperature
+                probs = torch.log_softmax(probs.view(1, -1), -1).view_as(probs)
+            probs.exp_().div_(sums_of(probs.view(-1)).sum())
+            if probs.numel() <= MAX_LISTED_CELLS:
+                place_M = probs.view(-1).nonzero()[:, 0]
+                return self._of_cells(logp_WV, nodes, place_M, probs.view(-1)[place_M].tolist())
         if not probs.is_cpu:
-            probs, flat = torch.stack([probs, flat]).cpu()  # one transfer
-        if len(probs) <= MAX_LISTED_CELLS or (warped and int((probs > 0).sum()) <= MAX_LISTED_CELLS):
-            places = probs.nonzero().view(-1)
-            masses = probs[places].tolist()
-            total = math.fsum(masses)
-            cells = [nodes[place // V] * V + place % V for place in places.tolist()]
-            return Joint(V, [mass / total for mass in masses], flat[places].tolist(), cells)
-        return Joint(V, probs.float(), flat.float(), None, nodes)
+            probs, logp_WV = torch.stack([probs, logp_WV]).cpu()  # one transfer
+        return Joint(V, probs.view(-1), logp_WV.view(-1), None, nodes)
+
+    def _of_cells(self, logp_WV: Tensor, nodes: Sequence[int], place_M: Tensor, masses: list[float]) -> "Joint":
+        """The distribution of some of the cells of whole rows."""
+        total = math.fsum(masses)
+        cells = [nodes[place // self.vocab] * self.vocab + place % self.vocab for place in place_M.tolist()]
+        logps = logp_WV.view(-1)[place_M.to(logp_WV.device)].tolist()
+        return Joint(self.vocab, [mass / total for mass in masses], logps, cells)
 
 
 def as_doubles(x: Tensor) -> Tensor:
@@ -261,40 +275,6 @@ def cut_to_nucleus(masses: list[float], copies: list[int], limit: float) -> bool
             copies[i] = min(copies[i], math.ceil((limit - before) / mass))
         before += copies[i] * mass
     return before >= limit
-
-
-def warp_copies(score_C: Tensor, n_C: Tensor, warp: Warp) -> Tensor:
-    """Return warped probabilities of cells that each stand for several copies.
-
-    Args:
-        score_C: float64 log-probabilities of one copy of each cell, up to a common constant.
-        n_C: float64, the number of copies of each cell.
-        warp: has the same effect as on a row of all copies.
-
-    Returns:
-        float64 [C], the probability of all copies of each cell together.
-    """
-    if warp.temperature == 0:
-        best = (score_C == score_C.max()).nonzero()[0]  # the first of equals
-        return torch.zeros_like(score_C).index_fill_(0, best, 1.0)
-    if warp.top_k:
-        best_K = torch.topk(score_C, min(warp.top_k, len(score_C)))
-        places_K = n_C[best_K.indices].cumsum(0)
-        last = (places_K < warp.top_k).sum().clamp(max=len(places_K) - 1)  # the k-th copy; cells of equal score stay
-        score_C = score_C.masked_fill(score_C < best_K.values[last], -math.inf)
-    mass_C = ((score_C - score_C.max()) / warp.temperature).exp_()
-    if warp.top_p < 1:
-        order_C = torch.sort(score_C, stable=True).indices.flip(0)  # among equals the last comes first
-        mass_C, n_C = mass_C[order_C], n_C[order_C]
-        sum_C = (n_C * mass_C).cumsum(0)
-        limit = warp.top_p * sum_C[-1] * REACHED  # a copy stays if those before it do not reach top-p
-        left_C = limit - torch.cat([sum_C.new_zeros(1), sum_C[:-1]])
-        stay_C = torch.minimum((left_C / mass_C).ceil_(), n_C).masked_fill_((left_C <= 0) | (mass_C == 0), 0)
-        mass_C, n_C = (torch.empty_like(x).scatter_(0, order_C, x) for x in (mass_C, stay_C))
-    if warp.min_p:
-        n_C = n_C.masked_fill(mass_C < warp.min_p, 0)
-    mass_C = mass_C * n_C
-    return mass_C / mass_C.sum()
 
 
 @dataclass

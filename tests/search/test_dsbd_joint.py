@@ -15,6 +15,7 @@ from engine.contract.sampling import Warp, uniforms
 from engine.engine import Request, Session
 from engine.errors import UsageError
 from search import DSBD, BeamSample, Greedy, Speculative
+from search.dsbd import copies
 from search.dsbd.joint import Beam, Joint, Reader, Row, block_size, pick
 from search.dsbd.verify import KINDS, Drafted, acceptances, draw, verify_layer
 from tests.draws import draws
@@ -127,6 +128,23 @@ def test_ties_at_the_border_of_top_k_stay():
         assert sorted(joint.cells) == [5, 300, 900, 1024 + 7] and joint.probs == pytest.approx([0.25] * 4)
         assert p_beam(logp_NV[:, :width], [0, 1], [0.0, 0.0], Warp(0), 1024).cells[0] == 5
         assert p_beam(logp_NV[:, :width], [1, 0], [0.0, -1.0], Warp(0), 1024).cells[0] == 1024 + 7
+
+
+@pytest.mark.parametrize("step", [0, 0.5, 100])
+def test_borders_are_found_in_histograms(monkeypatch, step):
+    """In many levels of a few bins and rows, among equals and without; a step of 100 makes all cells of a row equal."""
+    for name, value in {"BINS": 8, "FEW": 5, "BLOCK": 3000, "FEW_MASSES": 0}.items():
+        monkeypatch.setattr(copies, name, value)
+    logits = torch.randn(4, 3000, generator=torch.Generator().manual_seed(5))
+    logits[:, ::5] = -math.inf
+    logp_NV = torch.log_softmax((logits / step).round() * step if step else logits, -1)
+    logprobs, nodes = [-0.5, -0.25, -1.5], [2, 0, 3]
+    for temperature, top_k, top_p, min_p in itertools.product((0.7, 1e6), (0, 300, 3000), (1, 0.97, 0.3), (0, 0.1)):
+        warp = Warp(temperature, top_k, top_p, min_p)
+        if top_k or top_p < 1 or min_p:
+            joint = p_beam(logp_NV, nodes, logprobs, warp, 3000)
+            expected = plainly(logp_NV[nodes], logprobs, warp, 3000)
+            assert float((in_full(joint, nodes) - expected).abs().max()) < 1e-7, warp
 
 
 def test_rows_of_few_tokens():

@@ -180,8 +180,8 @@ from pathlib import Path
 from engine import Engine, LoadOptions
 from engine.load.budget import peak, plan
 from engine.load.sizes import Workload
-from search import BeamSample
-work = Workload(BeamSample(beams=15), 20, 6)
+from search import BeamSample, Sample
+work = Workload(eval(sys.argv[2]), 20, 6)
 planned = plan(LoadOptions(sys.argv[1], dtype="float32"), work)
 Path("/proc/self/clear_refs").write_text("5")
 engine = Engine.load(sys.argv[1], dtype="float32", threads=1, kv_memory="4M")
@@ -192,10 +192,20 @@ print(planned.fixed + (4 << 20), peak())
 
 @pytest.mark.full
 @pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
-def test_joint_distributions_over_large_vocabularies_fit(tmp_path):
+@pytest.mark.parametrize(
+    "search",
+    [
+        "BeamSample(beams=15)",
+        "BeamSample(beams=15, temperature=5.0, top_p=0.95)",
+        "Sample(num_return_sequences=15, temperature=5.0, top_p=0.95)",
+        "Sample(num_return_sequences=15, temperature=5.0, typical_p=0.95)",
+        "Sample(num_return_sequences=15, temperature=5.0, xtc_probability=0.5, xtc_threshold=1e-6)",
+    ],
+)
+def test_distributions_over_large_vocabularies_fit(tmp_path, search):
     """15 rows of 262,144 float64 numbers would be 31 MB."""
     random_checkpoint.make(tmp_path / "model", layers=1, width=32, mlp=64, heads=2, vocab=1 << 18)
-    command = [sys.executable, "-c", WIDE, str(tmp_path / "model")]
+    command = [sys.executable, "-c", WIDE, str(tmp_path / "model"), search]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=300, check=True)
     planned, peak = map(int, done.stdout.split())
     assert peak < planned * 1.12, (planned / MB, peak / MB)
