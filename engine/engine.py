@@ -113,6 +113,7 @@ class Engine:
         draft = models["draft"].runner if "draft" in models else None
         if drafter := chosen_drafter(options.drafts, target.runner, target.model.tokenizer, draft):
             target.drafts = EngineDrafts(drafter)
+        target.drafters.planned = options.memory is None or drafter is not None
         trim_memory()
         release_libraries()  # those that only loading uses
         target.load_seconds = time.perf_counter() - began

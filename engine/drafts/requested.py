@@ -15,9 +15,14 @@ OF_MODELS = ("model", "mtp")
 
 
 class RequestedDrafters:
-    """The drafters of an engine that its requests have chosen, each made at its first use."""
+    """The drafters of an engine that its requests have chosen, each made at its first use.
 
-    def __init__(self):
+    Args:
+        planned: whether the engine has memory for drafts. `LoadOptions.memory` counts none if it is loaded without.
+    """
+
+    def __init__(self, planned: bool = True):
+        self.planned = planned
         self._made: dict[str, tuple[Any, EngineDrafts]] = {}  # by name; with the draft model's runner, if any
 
     def of(self, choice: Any, models: Any) -> EngineDrafts | None:
@@ -31,7 +36,7 @@ class RequestedDrafters:
             models: the `engine.request.Models` that answer.
 
         Raises:
-            UsageError: there is no such drafter, no draft model, or drafts are not supported here.
+            UsageError: there is no such drafter, no draft model, or drafts are not supported or have no memory here.
         """
         if isinstance(choice, bool):
             return models.drafts if choice else None
@@ -39,6 +44,13 @@ class RequestedDrafters:
             check_drafter(choice)
         except UsageError as error:
             raise UsageError(f"{error.what.split(', got ')[0]}, true or false, got {shortened(repr(choice))}") from None
+        if not self.planned:
+            if choice in ("off", "auto"):
+                return None
+            raise UsageError(
+                "drafts: --memory leaves no room for drafts that only a request chooses",
+                remedy="leave drafts out of the request, or load the model with --drafts: --memory counts those",
+            )
         own, draft = models.drafts, models.others.get("draft")
         if isinstance(choice, str) and own is not None and isinstance(own.drafter, KINDS.get(choice, ())):
             return own

@@ -46,6 +46,18 @@ def test_the_engines_own_drafter_is_taken_where_it_is_of_the_kind():
         chosen(engine, "model")
 
 
+def test_drafts_that_memory_does_not_count_are_refused():
+    """A plan of the whole process has no rows for drafts if the engine is loaded without."""
+    own, options = SimpleNamespace(open=lambda salt, prompt: None), {"memory": "900M", "threads": 1}
+    without, some = (Engine.load(demo_folder(), drafts=drafts, **options) for drafts in ("off", "ngrams"))
+    for drafts in ("ngrams", "suffix", "model", own):
+        with pytest.raises(UsageError, match="drafts: --memory leaves no room for drafts") as refused:
+            chosen(without, drafts)
+        assert "load the model with --drafts" in refused.value.remedy
+    assert [chosen(without, drafts) for drafts in ("off", "auto", True, False)] == [None] * 4
+    assert chosen(some, "ngrams") is some.drafts and isinstance(chosen(some, "suffix").drafter, SuffixDrafter)
+
+
 def test_a_drafter_of_ones_own(engine):
     class Own:
         def open(self, salt, prompt):
