@@ -15,6 +15,12 @@ from engine.errors import KVMemoryError
 from kernels.rows import top_k
 
 ROWS = 64  # most rows over the vocabulary at a time, and so most nodes beside a path
+ROWS_BYTES = 1 << 24  # bytes of these rows; --memory counts none of them
+
+
+def rows_at_once(vocab_size: int) -> int:
+    """Return how many rows over the vocabulary to compute at a time to read scores from them."""
+    return max(1, min(ROWS, ROWS_BYTES // (4 * vocab_size)))
 
 
 class TextPlace:
@@ -61,7 +67,7 @@ class Scoring(Search):
 
     def run(self, task: Task) -> SearchGenerator:
         """See `Search`."""
-        root, first, room = TextPlace(), 0, ROWS
+        root, first, room = TextPlace(), 0, rows_at_once(task.vocab_size)
         for tokens in sorted({*self.continuations}):  # their order changes no pass
             place = root
             for token in tokens:

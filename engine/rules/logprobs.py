@@ -19,12 +19,12 @@ from torch import Tensor
 from engine.cache.drafts import DraftedNode
 from engine.cache.tree import TokenTree
 from engine.contract import Output
+from engine.contract.scoring import rows_at_once
 from engine.errors import check_integer
 from engine.rules.constrained import Constrained
 from engine.rules.state import NodeState
 from kernels.rows import log_softmax, top_k
 
-ROWS = 64  # rows over the vocabulary at a time
 MOST_ALTERNATIVES = 1024  # alternatives
 
 Alternatives = list[tuple[int, float]]  # tokens and their log-probabilities, best first
@@ -122,7 +122,7 @@ class HiddenRows:
     def scoring(self, sequences: Sequence[Sequence[int]]) -> Generator[None, None, list[Scored]]:
         """The numbers of sequences of new tokens, which the search may still extend. Waits for a GPU once.
 
-        Yields after every `ROWS` rows that the head was applied to.
+        Yields after every `rows_at_once` rows that the head was applied to.
         """
         paths = [self._path(tokens) for tokens in sequences]
         evaluated = (one for path in paths for one in path if one[0] in self._row)
@@ -163,9 +163,10 @@ class HiddenRows:
         """The log-probabilities of (row, token), in the order of rows, and the alternatives of each row."""
         parts = []
         row_M, token_M = torch.tensor(pairs).T
-        for first in range(0, len(places), ROWS):
-            some = slice(first, first + ROWS)
-            mine = (row_M >= first) & (row_M < first + ROWS)
+        count = rows_at_once(self.runner.vocab_size)
+        for first in range(0, len(places), count):
+            some = slice(first, first + count)
+            mine = (row_M >= first) & (row_M < first + count)
             parts += self._piece(places[some], states[some], row_M[mine] - first, token_M[mine])
             yield
         numbers = torch.cat(parts).cpu().split([len(part) for part in parts])

@@ -8,10 +8,10 @@ import pytest
 
 from engine import Engine
 from engine.contract import Evaluate, Output, Pause, Search, SearchResult, Task
+from engine.contract.scoring import ROWS
 from engine.demo import demo_folder
 from engine.engine import Request
 from engine.errors import KVMemoryError
-from engine.rules.logprobs import ROWS
 from engine.service import CLIENT_SHARE, Entry, News, Service
 from engine.step.crowding import held_pages
 from engine.tasks.step_thread import StepThread

@@ -2,11 +2,13 @@
 
 import json
 import math
+from functools import partial
 
 import pytest
 import torch
 
 from engine import Engine, Request, Session, UsageError
+from engine.contract import scoring
 from engine.rules.logprobs import HiddenRows
 from engine.step.runner import Runner
 from search import DSBD, Greedy, Sample, Trie
@@ -45,6 +47,27 @@ def check(engine, prompt, output, rows=None):
         assert [logp for _, logp in top] == pytest.approx([float(row[token]) for token, _ in top], abs=1e-3)
     if output.logprob is not None:
         assert sum(output.token_logprobs) == pytest.approx(output.logprob, abs=1e-3)
+
+
+def test_the_head_computes_few_rows_of_a_large_vocabulary(engine, monkeypatch):
+    """Rows that --memory does not count: as many as fit some bytes, in every call."""
+    assert [scoring.rows_at_once(vocab) for vocab in (9, 65536, 151936, 262144, 1 << 30)] == [64, 64, 27, 16, 1]
+    ask = partial(engine.generate, [PROMPT], Greedy(), max_new_tokens=20, ignore_eos=True, logprobs=TOP)
+    [before], given = ask(), engine.score(PROMPT, [" one two three four", " one two five"])
+    monkeypatch.setattr(scoring, "ROWS_BYTES", 3 * 4 * engine.runner.vocab_size)
+    rows, logits = list[int](), type(engine.runner.model).logits
+    monkeypatch.setattr(
+        type(engine.runner.model),
+        "logits",
+        lambda self, x_NE, *rest: rows.append(len(x_NE)) or logits(self, x_NE, *rest),
+    )
+    [after] = ask()
+    assert after.outputs == before.outputs and max(rows) == 3
+    rows.clear()
+    assert [score.token_ids for score in engine.score(PROMPT, [" one two three four", " one two five"])] == [
+        score.token_ids for score in given
+    ]
+    assert max(rows) <= 3
 
 
 @pytest.mark.parametrize("name", sorted(REGISTRY))
