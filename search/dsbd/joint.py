@@ -207,9 +207,7 @@ class Reader:
     def _of_all(self, rows: Mapping[int, Row], beams: Sequence[Beam]) -> "Joint":
         """The distribution from whole rows."""
         V, nodes, warp = self.vocab, [beam.node for beam in beams], self.warp
-        logp_WV = torch.stack([rows[node].logp_V for node in nodes])  # type: ignore[misc]
-        if short := V - logp_WV.shape[1]:
-            logp_WV = torch.nn.functional.pad(logp_WV, (0, short), value=-math.inf)
+        logp_WV = self._stacked(rows, nodes)
         if warp.temperature == 0:
             offset_W = torch.tensor([beam.logprob for beam in beams], dtype=torch.float64, device=logp_WV.device)
             row = int((logp_WV.amax(1) + offset_W).argmax())  # the first of equals
@@ -225,12 +223,14 @@ class Reader:
         else:  # n copies equal one whose warped logarithm is greater by log n
             offsets = [beam.logprob + warp.temperature * math.log(beam.count) for beam in beams]
             offset_W1 = torch.tensor(offsets, dtype=torch.float32).unsqueeze(1).to(logp_WV.device, non_blocking=True)
-            probs = logp_WV + offset_W1
+            probs = logp_WV + offset_W1 if warp.temperature == 1 else logp_WV.add_(offset_W1)
             if not self.normalised:
                 probs -= probs.max()
             if warp.temperature != 1:
                 probs /= warp.temperature
                 probs = torch.log_softmax(probs.view(1, -1), -1).view_as(probs)
+                del logp_WV  # memory for the rows again
+                logp_WV = self._stacked(rows, nodes)
             probs.exp_().div_(sums_of(probs.view(-1)).sum())
             if probs.numel() <= MAX_LISTED_CELLS:
                 place_M = probs.view(-1).nonzero()[:, 0]
@@ -238,6 +238,12 @@ class Reader:
         if not probs.is_cpu:
             probs, logp_WV = torch.stack([probs, logp_WV]).cpu()  # one transfer
         return Joint(V, probs.view(-1), logp_WV.view(-1), None, nodes)
+
+    def _stacked(self, rows: Mapping[int, Row], nodes: Sequence[int]) -> Tensor:
+        """A copy of the whole rows of nodes, [W, vocab]."""
+        logp_WV = torch.stack([rows[node].logp_V for node in nodes])  # type: ignore[misc]
+        short = self.vocab - logp_WV.shape[1]
+        return torch.nn.functional.pad(logp_WV, (0, short), value=-math.inf) if short else logp_WV
 
     def _of_cells(self, logp_WV: Tensor, nodes: Sequence[int], place_M: Tensor, masses: list[float]) -> "Joint":
         """The distribution of some of the cells of whole rows."""

@@ -197,6 +197,7 @@ print(planned.fixed + (4 << 20), peak())
     [
         "BeamSample(beams=15)",
         "BeamSample(beams=15, temperature=5.0, top_p=0.95)",
+        "BeamSample(beams=64, temperature=5.0)",
         "Sample(num_return_sequences=15, temperature=5.0, top_p=0.95)",
         "Sample(num_return_sequences=15, temperature=5.0, typical_p=0.95)",
         "Sample(num_return_sequences=15, temperature=5.0, xtc_probability=0.5, xtc_threshold=1e-6)",
