@@ -56,6 +56,7 @@ CUresult cuCtxGetCurrent(CUcontext *context) {
   return CUDA_SUCCESS;
 }
 
+CUresult cuCtxGetDevice(CUdevice *device) { return cuDeviceGet(device, 0); }
 CUresult cuCtxSetCurrent(CUcontext context) { return CUDA_SUCCESS; }
 CUresult cuCtxSetLimit(CUlimit limit, size_t value) { return CUDA_SUCCESS; }
 
@@ -71,6 +72,8 @@ CUresult cuModuleLoadData(CUmodule *module, const void *image) {
   *module = (CUmodule)image;
   return CUDA_SUCCESS;
 }
+
+CUresult cuModuleUnload(CUmodule module) { return CUDA_SUCCESS; }
 
 CUresult cuModuleGetFunction(CUfunction *function, CUmodule module, const char *name) {
   Function *made = calloc(1, sizeof *made);
