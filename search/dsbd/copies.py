@@ -1,4 +1,4 @@
-"""Cells of whole rows that each stand for several copies, warped as one distribution, in little memory.
+"""The warped distribution over the cells of whole rows, each of which stands for several copies, in little memory.
 
 Numbers in float64 are made for a few rows at a time. Not all cells are sorted: the border of top-k or top-p is found in
 histograms of scores, each of one bin of the one before, until few cells are left.
@@ -6,7 +6,6 @@ histograms of scores, each of one bin of the one before, until few cells are lef
 
 import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -21,14 +20,7 @@ FEW_MASSES = 1 << 20  # masses that are kept instead of computed twice
 REACHED = 1 - 1e-12  # share of top-p that counts as reached, so that the rounding of sums does not matter
 
 Weigh = Callable[[Tensor], Tensor]  # scores -> the weight of one copy of each
-
-
-class Border(NamedTuple):
-    """The score of the cell with which the weights of all copies, best first, reach a limit; the part of the limit that
-    the copies with greater scores leave."""
-
-    score: float
-    left: float
+Border = tuple[float, float]  # score of the copy with which weights, best first, reach a limit; what better ones leave
 
 
 class Copies:
@@ -48,7 +40,7 @@ class Copies:
         self._best = float((logp_WV.amax(1, keepdim=True) + self._offset_W1).max())
         self._least, self._stay = -math.inf, list[int]()  # lowest score that stays; its copies that do, by row
         if warp.top_k:  # equals of the k-th copy stay
-            self._least = self._kth_copy(warp.top_k)
+            self._least, _ = self._kth_copy(warp.top_k)
         if warp.top_p < 1:  # a copy stays if those before it do not reach top-p
             self._least, left = self._border(self._mass, lambda total: warp.top_p * REACHED * total)
             mass = math.exp((self._least - self._best) / warp.temperature)
@@ -123,7 +115,7 @@ class Copies:
             ends = torch.stack([torch.stack(score_C.aminmax()) for score_C, _ in within if len(score_C)])
             low, high = float(ends[:, 0].min()), float(ends[:, 1].max())
             if low == high:
-                return Border(low, limit - above)
+                return low, limit - above
             scale = (BINS - 1) / (high - low)
         score_C, n_C = map(torch.cat, zip(*within, strict=True))
         return self._border_among(score_C, n_C, weigh, limit, above)
@@ -134,15 +126,15 @@ class Copies:
         sum_C = (weigh(score_C) * n_C[order_C]).cumsum(0) + above
         border = score_C[min(int((sum_C < limit).sum()), len(sum_C) - 1)]
         better = int((score_C > border).sum())
-        return Border(float(border), limit - (float(sum_C[better - 1]) if better else above))
+        return float(border), limit - (float(sum_C[better - 1]) if better else above)
 
-    def _kth_copy(self, k: int) -> float:
-        """The score of the k-th copy, or of the last if there are fewer."""
+    def _kth_copy(self, k: int) -> Border:
+        """Find the border at the k-th copy, or at the last if there are fewer."""
         if k > self.logp_WV.shape[1] // 8:
-            return self._border(torch.ones_like, lambda total: min(k, total)).score
+            return self._border(torch.ones_like, lambda total: min(k, total))
         score_Wk = torch.cat([torch.topk(score_RV, k).values for _, score_RV in self._blocks()])
         n_Wk = self._n_W1.expand_as(score_Wk)
-        return self._border_among(score_Wk.view(-1), n_Wk.reshape(-1), torch.ones_like, k).score
+        return self._border_among(score_Wk.view(-1), n_Wk.reshape(-1), torch.ones_like, k)
 
     def _binned(self, low: float, high: float, scale: float) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
         """The scores in a range, the copies of each, and its bin, greater scores first; of some rows at a time."""
