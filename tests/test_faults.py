@@ -610,7 +610,7 @@ MEMORY_ERRORS = [MemoryError(), RuntimeError(OUT_OF_MEMORY), RuntimeError("std::
 
 
 @pytest.mark.parametrize("error", MEMORY_ERRORS, ids=repr)
-@pytest.mark.parametrize("where", [(Runner, "run"), (Runner, "pack"), (TokenTree, "grow"), (TokenTree, "keep")])
+@pytest.mark.parametrize("where", [(Driver, "_account"), (Runner, "pack"), (TokenTree, "grow"), (TokenTree, "keep")])
 def test_running_out_of_memory(
     commands: Commands, engine: Engine, monkeypatch: pytest.MonkeyPatch, where: tuple[Any, str], error: Exception
 ):
@@ -640,7 +640,7 @@ def test_a_batch_that_ran_out_of_memory_goes_on(
     for when in (1, 9, 14):
         path = tmp_path / f"out{when}"
         with monkeypatch.context() as patch:
-            failing(patch, Runner, "run", when, RuntimeError(OUT_OF_MEMORY))
+            failing(patch, Runner, "pack", when, RuntimeError(OUT_OF_MEMORY))
             assert commands.batch(lines, *argv, "--output", path)[0] == 4
         check_pool(engine.pool, [])
         done = read(path)
@@ -688,7 +688,7 @@ def test_really_running_out_of_memory(shape: dict[str, int], words: int, beams: 
 
 SEARCHES = [Greedy(), Sample(num_return_sequences=3, seed=1), Trie(beams=4)]
 CALLS = [
-    (Runner, "run"),
+    (Driver, "_account"),
     (Runner, "pack"),
     (Driver, "_begin"),
     (Driver, "_allocate"),

@@ -171,7 +171,7 @@ def test_who_waits_can_leave_and_outlives_a_failure(service, monkeypatch):
         monkeypatch.undo()
         raise RuntimeError("the device is lost")
 
-    monkeypatch.setattr(service.models.target.runner, "run", broken)
+    monkeypatch.setattr(service.models.target.runner, "pack", broken)
     run(service)
     ends = {name: end for name, end in heard if end is not None}
     assert "A2" not in ends and not service.waiting

@@ -350,7 +350,7 @@ def test_a_failed_pass_ends_its_requests_and_the_engine_goes_on(engine, monkeypa
             task = asyncio.create_task(asynchronous.generate(PROMPTS[1:3], Greedy(), **ENDLESS))
             await anext(stream)
             with monkeypatch.context() as patch:
-                patch.setattr(engine.runner, "run", lambda *_: 1 / 0)
+                patch.setattr(engine.runner, "pack", lambda *_: 1 / 0)
                 with pytest.raises(CoppiceError, match="a forward pass failed: ZeroDivisionError"):
                     await task
                 with pytest.raises(CoppiceError, match="a forward pass failed"):
