@@ -63,7 +63,7 @@ class Responses:
         text = self.tokenizer.decode_continuation(self.prompt[-CONTEXT:], self.body(tokens))
         return self.stops.cut(text) if self.stops else text
 
-    def uncut(self, tokens: Sequence[int], decode: Callable[[Sequence[int]], str] | None) -> list[int]:
+    def before_stop(self, tokens: Sequence[int], decode: Callable[[Sequence[int]], str] | None) -> list[int]:
         """A response without the tokens from a stop string on; `decode` is the reader's, if it has one."""
         body = list(self.body(tokens))
         if self.stops is not None and not self.stops.special_ids.isdisjoint(body[-1:]):
@@ -126,7 +126,7 @@ class Script:
             encode = partial(its.encode, add_special=False)
             return Script(lambda tokens: head + encode(text + continued(tokens).rstrip(HALF)), closing)
         decode = its.decode if its else None
-        return Script(lambda tokens: start + answer.uncut(tokens, decode), closing)
+        return Script(lambda tokens: start + answer.before_stop(tokens, decode), closing)
 
 
 class ModelJudge:
