@@ -272,8 +272,10 @@ def build(folder: Path, name: str, target: Target, *, announce: str) -> None:
             f"{target.name}: {command} builds for {triple}; name a compiler for {target.machine} by CXX, "
             f"for example CXX={target.machine}-linux-gnu-g++"
         )
-    if (room := shutil.disk_usage(folder).free) < ROOM:  # before minutes of work, which every start would repeat
-        raise BuildError(f"{folder}: a build takes {ROOM >> 20} MB of the disk, which has {room >> 20} MB to spare")
+    disk = shutil.disk_usage(folder)  # all zero where the file system does not tell
+    if disk.total and disk.free < ROOM:  # before minutes of work, which every start would repeat
+        room = f"{disk.free >> 20} MB to spare"
+        raise BuildError(f"{folder}: a build needs {ROOM >> 20} MB of the disk, which has {room}")
     what, start = f"the C++ kernels {announce}", time.monotonic()
     files.report(f"building {what}, once (two minutes of CPU time) ...")
     for left in folder.glob(f"{UNFINISHED}*"):

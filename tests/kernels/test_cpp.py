@@ -330,11 +330,18 @@ def test_after_an_error_no_other_source_is_compiled(monkeypatch, tiny):
 
 @needs_compiler
 def test_a_full_disk_is_noticed_before_anything_is_compiled(monkeypatch, capfd):
-    monkeypatch.setattr(cpp.shutil, "disk_usage", lambda folder: SimpleNamespace(free=cpp.ROOM - 1))
+    monkeypatch.setattr(cpp.shutil, "disk_usage", lambda folder: SimpleNamespace(total=cpp.ROOM, free=cpp.ROOM - 1))
     again()
-    assert re.search(r"/kernels: a build takes 96 MB of the disk, which has 95 MB to spare", cpp.why_not() or "")
+    assert re.search(r"/kernels: a build needs 96 MB of the disk, which has 95 MB to spare", cpp.why_not() or "")
     assert "building" not in capfd.readouterr().err
-    monkeypatch.setattr(cpp.shutil, "disk_usage", lambda folder: SimpleNamespace(free=cpp.ROOM))
+    monkeypatch.setattr(cpp.shutil, "disk_usage", lambda folder: SimpleNamespace(total=cpp.ROOM, free=cpp.ROOM))
+    assert answer() == 42
+
+
+@needs_compiler
+def test_a_disk_that_does_not_tell_its_size_may_have_room(monkeypatch):
+    monkeypatch.setattr(cpp.shutil, "disk_usage", lambda folder: SimpleNamespace(total=0, free=0))
+    again()
     assert answer() == 42
 
 
