@@ -71,7 +71,7 @@ inline void each(int64_t width, F f) {
     if (at < width) f(at, int(width - at));
 }
 
-inline Floats all(float x) { return Floats{} + x; }
+inline Floats all(float x) { return x - Floats{}; }  // unlike + 0, which changes -0, this costs nothing
 inline Floats larger(Floats x, Floats y) { return x > y ? x : y; }
 
 template <typename Vector>
