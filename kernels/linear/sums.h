@@ -92,7 +92,7 @@ template <typename Element, int VECTORS, int COUNT>
     constexpr int EACH_PART = Element::STEP / Element::PARTS;
 #pragma GCC unroll 32
     for (int p = 0; p < Element::PARTS; p++) {
-        if (Element::PARTS > 8 && p % 4 == 0)
+        if (Element::PARTS >= 8 && p % 4 == 0)
             asm("" : "+r"(x), "+r"(stride));  // else GCC keeps the address of each word of each row, mostly in memory
         if constexpr (Element::PARTS > 8 && COUNT == 1) {  // part by part, else GCC keeps sums in memory
 #pragma GCC unroll 4
