@@ -74,6 +74,13 @@ inline void each(int64_t width, F f) {
 inline Floats all(float x) { return x - Floats{}; }  // unlike + 0, which changes -0, this costs nothing
 inline Floats larger(Floats x, Floats y) { return x > y ? x : y; }
 
+// The lowest byte of each lane.
+inline Bytes low_bytes(Ints x) {
+    if constexpr (LANES == 8)  // GCC 12 would convert them one by one
+        return __builtin_convertvector(__builtin_convertvector(x, Shorts), Bytes);
+    return __builtin_convertvector(x, Bytes);
+}
+
 template <typename Vector>
 inline Vector read(const void* from, int count) {
     Vector x{};

@@ -30,7 +30,7 @@ void quantise(const T* x, int64_t D, char* row, BFloat16* to) {
         Floats some = load(x + d, n) * inverse;
         some = some > 127.0f ? all(127.0f) : some < -127.0f ? all(-127.0f) : some;
         const Ints whole = finite ? __builtin_convertvector(nearest(some), Ints) : Ints{};
-        write(__builtin_convertvector(whole, Bytes), row + d, n);
+        write(low_bytes(whole), row + d, n);
     });
     store(all(scale), to, 1);
 }

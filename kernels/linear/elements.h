@@ -21,9 +21,8 @@
 
 #pragma once
 
-#include <numeric>
-
 #include "../vectors.h"
+#include "rounding.h"
 #include "tables.h"
 
 namespace {
@@ -34,11 +33,6 @@ struct Unit {  // of elements of x that are rounded together
     float size;     // factor from sums of products to values
     int32_t start;  // first value of these sums: compensates for an offset in the numbers of the matrix
     float sum;      // of the rounded elements
-};
-
-// The rounding of elements of a row: the number of levels, and the magnitude of the largest; 0: that of the elements.
-struct Levels {
-    float count, largest;
 };
 
 // The most sums in a block of int4. With AVX-512 VNNI, sums are so fast that their conversion to floats takes visible
@@ -68,7 +62,11 @@ struct WideRows {
         return {};
     }
     static Sum add(Sum sum, Part part, const Row* x) { return sum + part * x[0]; }
-    static float sum(const Row* row, int64_t count) { return std::accumulate(row, row + count, 0.0f); }
+    static float sum(const Row* row, int64_t count) {
+        Floats sum{};
+        each(count, [&](int64_t i, auto n) { sum += load(row + i, n); });
+        return sum_of(sum);
+    }
 };
 
 struct Wide : WideRows, Plain {
@@ -121,67 +119,6 @@ struct PairsOfBFloat16 : Plain {
 };
 #endif
 
-// The largest lane, whose bits are returned as a float.
-inline float largest_of_bits(Ints x) {
-    typedef int32_t Four __attribute__((vector_size(16)));
-    Four parts[LANES / 4], most;
-    std::memcpy(parts, &x, sizeof x);
-    most = parts[0];
-    for (const Four part : parts) most = part > most ? part : most;
-    const int32_t bits = std::max(std::max(most[0], most[1]), std::max(most[2], most[3]));
-    float largest;
-    std::memcpy(&largest, &bits, sizeof largest);
-    return largest;
-}
-
-inline int32_t total_of(Ints x) {
-    int32_t total = 0;
-    for (int lane = 0; lane < LANES; lane++) total += x[lane];
-    return total;
-}
-
-// The largest magnitude of some elements; NaN if there is one.
-template <typename T>
-float magnitude_of(const T* x, int64_t width) {
-    Ints most{};  // bits of floats: compared as integers, NaN is larger than all numbers
-    each(width, [&](int64_t i, auto n) {
-        const Ints size = (Ints)::load(x + i, n) & 0x7fffffff;
-        most = size > most ? size : most;
-    });
-    return largest_of_bits(most);
-}
-
-// Rounds elements of a row to multiples ("steps") of their largest magnitude / levels and calls put(i, steps) for every
-// LANES of them; steps past the width are 0. Returns the largest magnitude.
-template <typename T, typename Put>
-float rounded_row(const T* x, int64_t width, const Levels& levels, Put put) {
-    const float largest = levels.largest ? levels.largest : magnitude_of(x, width), step = largest / levels.count;
-    const float inverse = 1 / largest * levels.count;  // as PyTorch divides 127 by a tensor, which decides ties
-    if (!(step > 0 && step < INFINITY)) {  // a row of zeros, NaN or infinity has no quotients to round
-        each(width, [&](int64_t i, auto) { put(i, Ints{}); });
-        return largest;
-    }
-    const int32_t top = int32_t(levels.count);
-    each(width, [&](int64_t i, auto n) {
-        const Floats some = ::load(x + i, n);
-        Ints steps = __builtin_convertvector(nearest(levels.largest ? some * inverse : some / step), Ints);
-        steps = steps > top ? Ints{} + top : steps;  // with 127.5 levels, the largest would round up
-        for (int lane = n; lane < LANES; lane++) steps[lane] = 0;
-        put(i, steps);
-    });
-    return largest;
-}
-
-// Stores LANES steps in a row; each four of them in the order that FourInt8 expects.
-template <typename Row>
-void put_row(Ints steps, Row* row) {
-    if constexpr (sizeof(Row) == 1) {
-        const Bytes bytes = __builtin_convertvector(steps, Bytes);
-        std::memcpy(row, &bytes, sizeof bytes);
-    } else
-        for (int lane = 0; lane < LANES; lane++) row[lane / 4 * 4 + FourInt8::ORDER[lane % 4]] = Row(steps[lane]);
-}
-
 // Panels store numbers plus 128, and FourInt8 multiplies by numbers plus OFFSET. Sums of ROUNDED elements are exact;
 // they are then converted to floats, relative to the largest magnitude of these elements.
 struct Int8 : FourInt8, Plain {
@@ -199,7 +136,8 @@ struct Int8 : FourInt8, Plain {
             put_row(steps, row + i);
             sum += steps;
         });
-        return {largest, -OFFSET * total_of(sum), 0};
+        const FourInts sums = sums_of_fourths(sum);
+        return {largest, -OFFSET * (sums[0] + sums[1] + sums[2] + sums[3]), 0};
     }
     static Floats value(Floats total, const Unit*, const void* scale_O, int64_t at, int n) {
         return total * ::load((const float*)scale_O + at, n);
@@ -266,17 +204,16 @@ struct Rounded : Four, Grouped {
             sum += steps;
         });
         for (int64_t i = (width + LANES - 1) / LANES * LANES; i % 8; i++) row[i] = 0;
-        const int32_t total = total_of(sum);
-        return {largest / levels.count, start(sum * -LARGER, total * -LARGER), float(total)};
+        const FourInts sums = sums_of_fourths(sum);
+        const int32_t halves[] = {sums[0] + sums[1], sums[2] + sums[3]}, total = halves[0] + halves[1];
+        return {largest / levels.count, start(halves[0] * -LARGER, halves[1] * -LARGER), float(total)};
     }
 
    private:
     // With 16 bits, an output has two sums: one of the first two of every four elements, one of the last two.
-    static int32_t start(Ints each, int32_t total) {
-        if constexpr (std::is_same_v<Sum, Ints>) return total;
-        int32_t halves[2] = {};
-        for (int lane = 0; lane < LANES; lane++) halves[lane % 4 / 2] += each[lane];
-        return int32_t(uint32_t(halves[1]) << 16 | (halves[0] & 0xffff));
+    static int32_t start(int32_t first, int32_t last) {
+        if constexpr (std::is_same_v<Sum, Ints>) return first + last;
+        return int32_t(uint32_t(last) << 16 | (first & 0xffff));
     }
 };
 
@@ -408,7 +345,7 @@ struct Digits : Grouped {
     static Unit prepare(const T* x, int64_t width, Row* row, const Levels&) {
         const float largest = rounded_row(x, width, {LEVELS, 0}, [&](int64_t i, Ints steps) {
             for (int digit = DIGITS - 1; digit >= 0; digit--) {
-                const Bytes least = __builtin_convertvector(steps, Bytes);
+                const Bytes least = low_bytes(steps);
                 steps = (steps + 128) >> 8;
                 for (int four = 0; four < LANES / 4; four++)
                     std::memcpy((int8_t*)(row + i + 4 * four) + 4 * digit, (const int8_t*)&least + 4 * four, 4);

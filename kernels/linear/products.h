@@ -121,9 +121,10 @@ int64_t stride_of(int64_t width) {
 template <typename Element, typename F>
 void each_unit(const Matrix& m, F f) {
     const int64_t group = Element::GROUPED ? m.group : m.width, each = Element::ROUNDED ? Element::ROUNDED : m.width;
-    int64_t unit = 0;
+    int64_t unit = 0, last = group;
     for (int64_t at = 0, end; at < m.width; at = end, unit++) {
-        end = Element::ROUNDED ? std::min({at + each, at / group * group + group, m.width}) : m.width;
+        if (at == last) last += group;
+        end = Element::ROUNDED ? std::min({at + each, last, m.width}) : m.width;
         f(at, end, unit);
     }
 }
