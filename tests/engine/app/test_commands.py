@@ -665,7 +665,8 @@ def test_commands_say_what_they_expect(conversation):
         with pytest.raises(UsageError):
             typing(line)
     assert "vocab_size" in typing("/show config")[1] and "raise_exception" in typing("/show template")[1]
-    assert "show config (the model's), mem (the memory), template (the chat's) or settings" in typing("/help")[1]
+    words = " ".join(typing("/help")[1].split())  # lines break between words
+    assert "show config (the model's), mem (the memory), template (the chat's) or settings" in words
     assert typing("/show settings") == typing("/set") and "max_new_tokens" in typing("/set")[1]
     assert "tokens of" not in typing("/stats")[1] and not conversation.turns
 
