@@ -68,13 +68,15 @@ float rounded_row(const T* x, int64_t width, const Levels& levels, Put put) {
 // Stores LANES steps in a row; each four of them in the order that FourInt8 expects.
 template <typename Row>
 void put_row(Ints steps, Row* row) {
-    if constexpr (sizeof(Row) == 1) {
+    if constexpr (sizeof(Row) == sizeof(Bytes) / LANES) {
         const Bytes bytes = low_bytes(steps);
         std::memcpy(row, &bytes, sizeof bytes);
     } else {
-        const Shorts shorts = __builtin_convertvector(steps, Shorts);
-        Shorts ordered;
-        for (int lane = 0; lane < LANES; lane++) ordered[lane / 4 * 4 + FourInt8::ORDER[lane % 4]] = shorts[lane];
+        using Rows = std::conditional_t<sizeof(Row) == sizeof(Shorts) / LANES, Shorts, Ints>;
+        const Rows numbers = __builtin_convertvector(steps, Rows);
+        Rows ordered;
+        for (int lane = 0; lane < LANES; lane++) ordered[lane / 4 * 4 + FourInt8::ORDER[lane % 4]] = numbers[lane];
+        static_assert(sizeof ordered == LANES * sizeof(Row));
         std::memcpy(row, &ordered, sizeof ordered);
     }
 }
