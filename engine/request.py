@@ -30,7 +30,7 @@ from engine.rules.constraint import Constraint
 from engine.rules.logprobs import MOST_ALTERNATIVES, check_logprobs
 from engine.step.drafting import EngineDrafts
 from engine.step.jobs import Job
-from engine.text.stopping import CONTEXT, StopStrings, check_stop
+from engine.text.stopping import StopStrings, check_stop, text_after
 from engine.text.tokenizer import Tokenizer
 from engine.words import TEXT_SUM
 from models.draft_heads import DraftHead
@@ -262,11 +262,7 @@ class Checked:
         """The text of an output, without stop strings."""
         if tokenizer is None:
             return ""
-        if not self.healed:
-            text = tokenizer.decode(tokens)
-        else:
-            whole = tokenizer.decode_continuation(self.ids[-CONTEXT:], tokens)
-            text = whole.removeprefix(self.healed) if len(whole) >= len(self.healed) else ""  # interrupted before
+        text = text_after(tokenizer, tokens, self.healed, self.ids)
         return self.stops.cut(text) if self.stops is not None else text
 
 
@@ -286,7 +282,7 @@ def check_request(models: Models, request: Request, share: float = 1.0) -> Check
     _check_fields(request)
     _check_distinct(target, request)
     request, ids, healed = _heal(target, request, ids)
-    stops = StopStrings(target.need_tokenizer(), request.stop, len(healed)) if request.stop else None
+    stops = StopStrings(target.need_tokenizer(), request.stop, healed, ids) if request.stop else None
     check_search(request.search)
     _check_roles(models, request)
     limit, vocab_size = _limit(models, request, len(ids)), target.runner.vocab_size

@@ -17,7 +17,7 @@ from engine.errors import KVMemoryError, UsageError
 from engine.load.loading import LoadedModel
 from engine.load.options import RewardFunction
 from engine.rules.endings import Endings
-from engine.text.stopping import CONTEXT, StopStrings
+from engine.text.stopping import CONTEXT, StopStrings, text_after
 from engine.text.tokenizer import Tokenizer
 
 Messages = Sequence[Mapping[str, Any]]
@@ -35,6 +35,7 @@ class Responses:
         eos: ids that end a response and are no part of it.
         stops: strings that end a response and are no part of it.
         prompt_text: the prompt as text; if it was given as ids, decoded without special tokens.
+        healed: the end of `prompt_text` with which responses begin, after `prompt`; "": none.
         endings: the ends of responses after which no token was allowed; None if no token is ever forbidden.
     """
 
@@ -44,6 +45,7 @@ class Responses:
     eos: frozenset[int] = frozenset()
     stops: StopStrings | None = None
     prompt_text: str = ""
+    healed: str = ""
     endings: Endings | None = None
 
     def body(self, tokens: Sequence[int]) -> Sequence[int]:
@@ -54,23 +56,25 @@ class Responses:
     def text(self, tokens: Sequence[int]) -> str:
         """The text of a response, as in an output."""
         assert self.tokenizer is not None
-        text = self.tokenizer.decode(self.body(tokens))
+        text = text_after(self.tokenizer, self.body(tokens), self.healed, self.prompt)
         return self.stops.cut(text) if self.stops else text
 
     def continuation(self, tokens: Sequence[int]) -> str:
         """The text that a response adds to the prompt's."""
+        if self.healed:
+            return self.text(tokens)
         assert self.tokenizer is not None
         text = self.tokenizer.decode_continuation(self.prompt[-CONTEXT:], self.body(tokens))
         return self.stops.cut(text) if self.stops else text
 
-    def before_stop(self, tokens: Sequence[int], decode: Callable[[Sequence[int]], str] | None) -> list[int]:
-        """A response without the tokens from a stop string on; `decode` is the reader's, if it has one."""
+    def before_stop(self, tokens: Sequence[int]) -> list[int]:
+        """A response without the tokens from a stop string on."""
         body = list(self.body(tokens))
         if self.stops is not None and not self.stops.special_ids.isdisjoint(body[-1:]):
             body.pop()
-        if self.stops is not None and decode is not None and self.stops(body):
-            text = self.stops.cut(decode(body))
-            while not text.startswith(decode(body)):
+        if self.stops is not None and self.stops(body):
+            text = self.stops.cut(self.stops.text(body))
+            while not text.startswith(self.stops.text(body)):
                 body.pop()
         return body
 
@@ -111,10 +115,10 @@ class Script:
             opened = its.encode_rendered([*before, mark])
             closed = its.encode_rendered([*before, mark, *after])
             closing = closed[shared_length(opened, closed) :]
-            if not same:
+            alike = answer.messages and target.template and target.template.source == reward.template.source
+            if not same or (answer.healed and not alike):  # the first tokens of a response have the prompt's text
                 read = its.encode_rendered
                 return Script(lambda tokens: read([*before, (answer.text(tokens).rstrip(HALF), False)]), closing)
-            alike = answer.messages and target.template and target.template.source == reward.template.source
             start = list(answer.prompt) if alike else its.encode_rendered(before)
         elif same:
             start, closing = list(answer.prompt), []
@@ -125,8 +129,7 @@ class Script:
             continued = answer.continuation if answer.messages is None else answer.text
             encode = partial(its.encode, add_special=False)
             return Script(lambda tokens: head + encode(text + continued(tokens).rstrip(HALF)), closing)
-        decode = its.decode if its else None
-        return Script(lambda tokens: start + answer.before_stop(tokens, decode), closing)
+        return Script(lambda tokens: start + answer.before_stop(tokens), closing)
 
 
 class ModelJudge:

@@ -414,10 +414,12 @@ def ends_of(
 def judge_of(models: Models, driver: Driver, job: Job, checked: Checked) -> Judge:
     """The object that computes rewards for a request whose search ranks by them."""
     request, target, given = checked.request, models.target, checked.request.prompt
-    if checked.healed or not isinstance(given, str):
-        given = target.tokenizer.decode(checked.ids) if target.tokenizer else ""
+    if not isinstance(given, str):
+        given = target.tokenizer.decode(checked.ids) + checked.healed if target.tokenizer else ""
     endings = None if checked.constrained is None else checked.constrained.endings
-    answer = Responses(target.tokenizer, checked.ids, request.messages, checked.eos, checked.stops, given, endings)
+    answer = Responses(
+        target.tokenizer, checked.ids, request.messages, checked.eos, checked.stops, given, checked.healed, endings
+    )
     reward = request.reward or models.reward or models.others["reward"]
     return make_judge(reward, target, answer, lambda prompt: driver.open_tree(job, "reward", prompt))
 

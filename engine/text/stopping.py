@@ -27,11 +27,13 @@ class StopStrings:
     Args:
         tokenizer: the model's.
         strings: stop strings, none of them empty.
-        skipped: characters of the tokens' text that belong to the prompt.
+        healed: the beginning of the tokens' text, which belongs to the prompt.
+        prompt: the prompt's tokens before `healed`.
     """
 
-    def __init__(self, tokenizer: Tokenizer, strings: Sequence[str], skipped: int = 0):
-        self.tokenizer, self.strings, self.skipped = tokenizer, tuple(strings), skipped
+    def __init__(self, tokenizer: Tokenizer, strings: Sequence[str], healed: str = "", prompt: Sequence[int] = ()):
+        self.tokenizer, self.strings = tokenizer, tuple(strings)
+        self.healed, self.prompt = healed, prompt[-CONTEXT:]
         # A new match ends in the last token; a character may take four byte pieces, special tokens have no text.
         self.window = 4 * max(map(len, strings)) + 16
         special = tokenizer.special_spellings.intersection(strings)
@@ -40,15 +42,34 @@ class StopStrings:
     def __call__(self, tokens: Sequence[int]) -> bool:
         if not self.special_ids.isdisjoint(tokens[-1:]):
             return True
-        if len(tokens) <= self.window + 4 * self.skipped:  # the window may reach into the skipped characters
-            text = self.tokenizer.decode(tokens)[self.skipped :]
+        if len(tokens) <= self.window + 4 * len(self.healed):  # the window may reach into the prompt's characters
+            text = self.text(tokens)
         else:
             text = self.tokenizer.decode(tokens[-self.window :])
         return any(s in text for s in self.strings)
 
+    def text(self, tokens: Sequence[int]) -> str:
+        """The text of an output's tokens, stop strings included."""
+        return text_after(self.tokenizer, tokens, self.healed, self.prompt)
+
     def cut(self, text: str) -> str:
         """The text up to the first stop string."""
         return text[: min((i for s in self.strings if (i := text.find(s)) >= 0), default=len(text))]
+
+
+def text_after(tokenizer: Tokenizer, tokens: Sequence[int], healed: str, prompt: Sequence[int]) -> str:
+    """The text of an output's tokens.
+
+    Args:
+        tokenizer: the model's.
+        tokens: the output.
+        healed: the beginning of their text, which belongs to the prompt and is left out.
+        prompt: the prompt's tokens before `healed`.
+    """
+    if not healed:
+        return tokenizer.decode(tokens)
+    whole = tokenizer.decode_continuation(prompt[-CONTEXT:], tokens)
+    return whole.removeprefix(healed) if len(whole) >= len(healed) else ""
 
 
 class TextStream:

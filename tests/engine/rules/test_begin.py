@@ -2,6 +2,7 @@
 
 import json
 import random
+from pathlib import Path
 
 import pytest
 import torch
@@ -10,9 +11,11 @@ from engine import Engine, Request, Text
 from engine.app import batch
 from engine.demo import demo_folder
 from engine.errors import UsageError
+from engine.rewards import Responses
 from engine.rules.begin import Begin, Spellings, heal
 from engine.text.stopping import StopStrings
-from search import Greedy, Sample, Trie
+from engine.text.tokenizer import Tokenizer
+from search import BoN, Greedy, Sample, Trie
 
 STORY = "Once upon a time there was a little dog. The dog ra"
 
@@ -139,9 +142,44 @@ def test_a_prompt_that_ends_inside_a_word(engine):
 def test_a_stop_string_in_the_healed_text_ends_no_output(engine):
     data = engine.tokenizer.data()
     c, o, x = (data.index(letter) for letter in (b"c", b"o", b"x"))
-    stops = StopStrings(engine.tokenizer, ["o"], skipped=2)
+    stops = StopStrings(engine.tokenizer, ["o"], "co")
     assert not any(stops([c, o, *[x] * more]) for more in range(60))
     assert all(stops([c, o, *[x] * more, o]) for more in range(60))
+
+
+@pytest.mark.parametrize("name", ["sp_bpe", "sp_unigram"])
+def test_a_stop_string_that_begins_where_the_healed_text_ends(name):
+    """A text that begins with "▁th" is decoded without its space, which the healed text has."""
+    tokenizer = Tokenizer.load(Path("tests/golden/text") / name)
+    healed, x = ([*tokenizer._encoder.pieces].index(piece) for piece in ("▁t", "x"))
+    prompt = tokenizer.encode("a", add_special=False)
+    assert StopStrings(tokenizer, ["x"], " t", prompt)([healed, x])
+    assert not StopStrings(tokenizer, ["x", "tx", " t"], " t", prompt)([healed])
+
+
+def test_a_reward_function_reads_the_outputs_of_a_healed_prompt(engine):
+    """The texts are those of the outputs, the prompt has its end, and stop strings in that end are none."""
+    read = []
+
+    def reward(prompt, texts):
+        read.append((prompt, *texts))
+        return [float(text.count("a")) for text in texts]
+
+    for prompt, given in ((text := "The opposite of hot is co", text), (engine.encode(text), text)):
+        search = BoN(n=4, num_return_sequences=4, temperature=3)
+        [result] = engine.generate([prompt], search, heal=True, max_new_tokens=6, stop=["o"], reward=reward)
+        told, *texts = read.pop()
+        assert told == given and sorted(texts) == sorted(output.text for output in result.outputs)
+        assert len({*texts}) > 1 and not any("o" in text for text in texts)
+
+
+def test_a_reward_model_reads_healed_tokens_with_a_stop_string(engine):
+    prompt, healed = engine.encode("The opposite of hot is"), engine.tokenizer.encode(" co", add_special=False)
+    rest = engine.tokenizer.encode("ld. No", add_special=False)
+    stops = StopStrings(engine.tokenizer, ["o"], " co", prompt)
+    responses = Responses(engine.tokenizer, prompt, stops=stops, healed=" co")
+    cut = engine.tokenizer.encode("ld.", add_special=False)  # " No" is one token
+    assert responses.before_stop([*healed, *rest]) == [*healed, *cut]
 
 
 def test_a_beginning_after_a_healed_prompt(engine):
