@@ -95,8 +95,10 @@ class SBoN(BoN):
         """Return the rate at each decision point that is set in advance. Raises UsageError."""
         if self.schedule in ("memory", "adaptive"):
             return {}
+        if not self.schedule:
+            return {self.tau: self.alpha}
         points: dict[int, float] = {}
-        for part in self.schedule.split(",") if self.schedule else [f"{self.tau}:{self.alpha}"]:
+        for part in self.schedule.split(","):
             found = re.fullmatch(r"\s*(\d{1,9})\s*:\s*(\d*\.?\d+(?:e-?\d+)?)\s*", part, re.ASCII)
             tokens, rate = (int(found[1]), float(found[2])) if found else (0, 0.0)
             if not (tokens > max(points, default=0) and 0 <= rate <= 1):

@@ -121,7 +121,7 @@ def test_best_of_n_is_the_best_sample():
 def test_a_rate_of_zero_is_best_of_n():
     for seed in range(3):
         expected = run(BoN(n=30, seed=seed, num_return_sequences=5))[0]
-        for options in ({"alpha": 0}, {"schedule": "2:0,7:0.0"}, {"tau": 1000}):
+        for options in ({"alpha": 0}, {"schedule": "2:0,7:0.0"}, {"tau": 1000}, {"tau": 2**31}):
             result, _, _, judge = run(SBoN(n=30, seed=seed, num_return_sequences=5, **options))
             assert result.outputs == expected.outputs and result.stats == expected.stats
             assert len(judge.asked) == 1
