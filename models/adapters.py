@@ -120,7 +120,7 @@ class Adapter:
         tensors = header_of(folder, WEIGHTS)
         modules, whole = _modules(fields, tensors, folder)
         base = fields.str("base_model_name_or_path", default="")
-        return Adapter(folder, base, Checkpoint(folder, {**fields.config}, {}, tensors), modules, whole, scale)
+        return Adapter(folder, base, Checkpoint(folder, {**fields.config}, None, tensors), modules, whole, scale)
 
     def fitted(self, names: Names, c: Config, base: str) -> Fitted:
         """Return the modules by the model's names.

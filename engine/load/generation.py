@@ -77,15 +77,17 @@ class Generation:
     @staticmethod
     def of(checkpoint: Checkpoint) -> "Generation":
         """Read the fields of a checkpoint. Searches and requests check the values."""
-        found = checkpoint.generation_config or checkpoint.config
+        found, file = checkpoint.generation_config, FILE
+        if found is None:
+            found, file = checkpoint.config, "config.json"
         given = {name: value for name, value in found.items() if value is not None}
-        if "min_new_tokens" in given:  # replaces the other, even if it is 0
+        least = {name: given[name] for name in ["min_new_tokens"] if name in given}
+        if least:  # replaces the other, even if it is 0
             given.pop("min_length", None)
         plain = {name: same for name, (_, same) in (PARAMS | RULES).items()} | OTHERS
         fields = {name: given[name] for name in plain if name in given and given[name] != plain[name]}
         params = {to: fields[name] for name, (to, _) in PARAMS.items() if name in fields}
-        rules = {to: fields[name] for name, (to, _) in RULES.items() if name in fields}
-        file = FILE if checkpoint.generation_config else "config.json"
+        rules = {to: fields[name] for name, (to, _) in RULES.items() if name in fields} | least
         return Generation(fields, {"top_k": given.get("top_k", TOP_K)} | params, rules, file)
 
     def params_of(self, known: Collection[str]) -> dict[str, Any]:

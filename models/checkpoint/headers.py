@@ -76,7 +76,8 @@ WITH_EMBEDDINGS = (Compressed, MLX, MobileGemma, ModuleSchemes, TorchAO)  # meth
 
 @dataclass(frozen=True)
 class Checkpoint:
-    """A folder in Hugging Face layout. `config` and `generation_config` are the parsed files (the second may be empty).
+    """A folder in Hugging Face layout. `config` and `generation_config` are the parsed files; the second is None
+    if there is none.
 
     `tensors` comes from the headers alone: opening a checkpoint reads no weights and allocates nothing of their size.
     For a GGUF file `folder` is the file, and `gguf` its header, from which the parsed files are made; `vocabulary` is
@@ -91,7 +92,7 @@ class Checkpoint:
 
     folder: Path
     config: dict[str, Any]
-    generation_config: dict[str, Any]
+    generation_config: dict[str, Any] | None
     tensors: dict[str, TensorInfo]
     packing: Packing | None = None
     quantization: Quantization | None = None
@@ -140,7 +141,7 @@ class Checkpoint:
 
     def _ids(self, name: str) -> list[int | None]:
         file = self.folder if self.gguf else self.folder / "generation_config.json"
-        generation = Fields(self.generation_config, show(file))
+        generation = Fields(self.generation_config or {}, show(file))
         return [*sorted(self.fields.ids(name)), *sorted(generation.ids(name)), None]
 
     @cached_property
@@ -437,7 +438,7 @@ def _open_folder(folder: Path) -> Checkpoint:
         )
     config = with_quantization(folder, with_architecture(read_json(folder / "config.json", CONFIG_BYTES)))
     generation = folder / "generation_config.json"
-    generation_config = read_json(generation, CONFIG_BYTES) if generation.exists() else {}
+    generation_config = read_json(generation, CONFIG_BYTES) if generation.exists() else None
     tensors, settings = with_hqq(with_joined(with_four_bits(listed_tensors(folder))))
     left_out: dict[str, int] = {}
     if is_wrapped(config):

@@ -10,6 +10,8 @@ import pytest
 from engine.app import batch
 from engine.load.generation import INSTEAD, OF_ROWS, OTHERS, PARAMS, RULES, TOP_K, Generation
 from engine.request import RequestOptions
+from engine.rules import Rules, with_changes
+from engine.text.thinking import Thoughts
 from search import Diverse
 from search.base import REGISTRY, make_search, parameters
 from tests.engine.app.typist import SHAPE
@@ -30,7 +32,8 @@ def test_fields_that_change_nothing_are_left_out():
     plain = {name: same for name, (_, same) in (PARAMS | RULES).items()}
     plain |= OTHERS | {"top_k": None, "eos_token_id": [1, 2], "do_sample": True, "max_length": 9}
     found = generation(**plain)
-    assert found == Generation(params={"top_k": TOP_K}) and found.note(["temperature"], [], False) == ""
+    assert found == Generation(params={"top_k": TOP_K}, rules={"min_new_tokens": 0})
+    assert found.note(["temperature"], [], False) == ""
     assert generation(top_k=0).params == {"top_k": 0}
     assert Generation().params_of(["top_k"]) == {}
 
@@ -43,8 +46,24 @@ def test_fields_of_searches_and_requests():
     assert found.rules_of("trie") == rules
     assert found.rules_of("sample") == rules | {"constraint_scores": "renormalised"}
     assert generation(bad_words_ids=[[5]]).rules_of("sample") == {"bad_words": [[5]]}
-    assert generation(min_length=30, min_new_tokens=0).rules == {}, "as transformers replaces min_length"
     assert generation(min_length=30, min_new_tokens=None).rules == {"min_length": 30}
+
+
+def test_the_shortest_output_of_the_file_and_a_request():
+    """transformers 5.24 gives these for a prompt of 3 tokens: any min_new_tokens, even 0, replaces any min_length."""
+    table = [  # the file's min_new_tokens and min_length, the request's, fewest new tokens
+        (0, None, None, 6, 0), (0, 6, None, 4, 0), (2, None, None, 6, 2), (2, 6, 0, None, 0), (2, None, 0, 6, 0),
+        (None, 6, None, None, 3), (None, 6, None, 4, 1), (None, 6, 0, None, 0), (None, 6, 2, None, 2), (5, 4, 2, 6, 2),
+        (None, 4, None, 6, 3), (None, None, None, 6, 3), (0, None, 2, 6, 2), (None, None, 0, 6, 0),
+    ]  # fmt: skip
+    for *lengths, expected in table:
+        file, request = (
+            {name: n for name, n in zip(("min_new_tokens", "min_length"), pair, strict=True) if n is not None}
+            for pair in (lengths[:2], lengths[2:])
+        )
+        rules = Rules(**with_changes(generation(**file).rules_of("greedy"), request))
+        made = rules._processors([5, 6, 7], 32, [1], None, Thoughts())
+        assert [processor.until for processor in made] == [expected] * bool(expected), lengths
 
 
 def test_renormalised_logits():
@@ -79,12 +98,14 @@ def test_what_is_not_applied_is_named(search, given, named):
 def test_without_the_file_the_config_has_them():
     """transformers makes its generation config of config.json then."""
     config = {"repetition_penalty": 1.5, "num_beams": 1, "vocab_size": 9, "top_k": 50, "forced_eos_token_id": 2}
-    found = Generation.of(SimpleNamespace(generation_config={}, config=config))
+    found = Generation.of(SimpleNamespace(generation_config=None, config=config))
     assert found.rules == {"repetition_penalty": 1.5} and found.params == {"top_k": 50}
     note = "config.json has forced_eos_token_id 2, not applied here: there is nothing like it here"
     assert found.note(parameters("greedy"), [], True) == note
     both = Generation.of(SimpleNamespace(generation_config={"eos_token_id": 2}, config=config))
     assert both.rules == {} and both.note(parameters("greedy"), [], True) == ""
+    empty = Generation.of(SimpleNamespace(generation_config={}, config=config | {"top_k": 7}))
+    assert empty == Generation(params={"top_k": TOP_K}), "a file without fields is one, as in transformers"
 
 
 @pytest.mark.parametrize("name", sorted(OTHERS.keys() - {"renormalize_logits"}))

@@ -66,7 +66,7 @@ def test_one_file(tmp_path):
     weights = {"a": torch.randn(3, 4), "b": torch.randn(5).bfloat16()}
     checkpoint = Checkpoint.open(folder_with(tmp_path, **weights))
     assert checkpoint.architecture == "LlamaForCausalLM" and checkpoint.torch_dtype == torch.float32
-    assert checkpoint.eos_token_ids == {2} and checkpoint.bos_token_id is None and checkpoint.generation_config == {}
+    assert checkpoint.eos_token_ids == {2} and checkpoint.bos_token_id is None and checkpoint.generation_config is None
     info = checkpoint.tensors["a"]
     assert (info.file.name, info.shape, info.dtype) == ("model.safetensors", (3, 4), torch.float32)
     read = checkpoint.read(["a", "b"])
