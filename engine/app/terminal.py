@@ -11,7 +11,6 @@ import shutil
 import signal
 import sys
 import termios
-import textwrap
 import threading
 import time
 import unicodedata
@@ -160,7 +159,7 @@ class Screen:
         else:
             count = self.LINES
             tail = label.tail.replace("\n", " ").replace("\t", " ").translate(CONTROLS) if self.color else ""
-            tail = clip(tail, self.LINES * (width - 1) - len(label.remark) - 1)
+            tail = clip(tail, self.LINES * (width - 1) - columns(label.remark) - 1)
             shown = self._dim(clip(f"{tail} {label.remark}", self.LINES * (width - 1)))
         if shown != self._drawn:
             # Scroll first, so that the lines below exist and the saved position remains valid.
@@ -195,9 +194,16 @@ def folded(text: str, width: int) -> str:
     lines = []
     for line in text.split("\n"):
         row = re.match(r"\S.*?  +", line)
-        indent = " " * row.end() if row and row.end() <= width // 2 else ""
-        parts = textwrap.wrap(line, width, subsequent_indent=indent, break_long_words=False, break_on_hyphens=False)
-        lines += parts or [""]
+        column = columns(row[0]) if row else 0
+        indent = " " * column if column <= width // 2 else ""
+        part = ""
+        for gap, word in re.findall(r"(\s*)(\S+)", line):
+            if part.strip() and columns(part + gap + word) > width:
+                lines.append(part)
+                part = indent + word
+            else:
+                part += gap + word
+        lines.append(part)
     return "\n".join(lines)
 
 
@@ -213,12 +219,21 @@ def cells(char: str) -> int:
     return 2 if unicodedata.east_asian_width(char) in "WF" else 1
 
 
+def columns(text: str) -> int:
+    """The number of terminal columns of a text on one line."""
+    return sum(map(cells, text))
+
+
 def clip(text: str, width: int) -> str:
     """The beginning of a text that fits into `width` columns."""
-    end, room = 0, width
-    while end < len(text) and (room := room - cells(text[end])) >= 0:
-        end += 1
-    return text if end == len(text) else text[: max(0, end - 1)] + "…" * (width > 0)
+    used = end = 0  # columns so far, and the characters that leave one for the dots
+    for i, char in enumerate(text):
+        used += cells(char)
+        if used > width:
+            return text[:end] + "…" * (width > 0)
+        if used < width:
+            end = i + 1
+    return text
 
 
 def one_line(text: str) -> str:

@@ -19,7 +19,7 @@ from engine import Done, Engine, Text, UsageError
 from engine.app import chat, transcript
 from engine.app.commands import assignments
 from engine.app.dialog import Watch, plural
-from engine.app.terminal import Interrupt, Label, Quit, Screen, cells, clip
+from engine.app.terminal import Interrupt, Label, Quit, Screen, cells, clip, folded
 from engine.conversation import Conversation
 from engine.errors import CoppiceError
 from engine.step.driver import Driver
@@ -396,7 +396,12 @@ def test_a_model_cannot_drive_the_terminal(screen):
 
 def test_columns(screen):
     assert [cells(c) for c in "a日\u0301é"] == [1, 2, 0, 1]
-    assert clip("日本語", 6) == "日本語" and clip("日本語", 5) == "日…" and clip("abc", 0) == ""
+    assert clip("日本語", 6) == "日本語" and clip("日本語", 5) == "日本…" and clip("abc", 0) == ""
+    assert clip("abe\u0301d", 3) == "ab…" and clip("abe\u0301", 3) == "abe\u0301"
+    table = "stop  日本 語の 👍👍 e\u0301e\u0301 x\n日本  aa bb cc"
+    assert folded(table, 10).split("\n") == ["stop  日本", "語の 👍👍", "e\u0301e\u0301 x", "日本  aa", "bb cc"]
+    rows = ["stop  日本", "      語の", "      👍👍", "      e\u0301e\u0301 x", "日本  aa bb", "      cc"]
+    assert folded(table, 12).split("\n") == rows
     shown = screen()
     for text, column in (("x" * 40, 40), ("y", 1), ("\n", 0), ("x" * 39 + "日", 2)):
         shown.text(text)
