@@ -9,7 +9,7 @@ from datetime import datetime
 from pathlib import Path
 from typing import Any
 
-from engine.errors import CheckpointError, UsageError, check_utf8, reason_of
+from engine.errors import CheckpointError, UsageError, check_utf8, reason_of, shortened
 from engine.text import sandbox, sandbox_process
 from engine.text.thinking import Thoughts
 from engine.text.tokenizer import Tokenizer
@@ -30,6 +30,8 @@ _READS_FIELD = re.compile(r"reasoning_content|message\.thinking\b|message\[.thin
 _READS_BLOCK = re.compile(r"""==\s*['"]thinking['"]""")
 _ESCAPED = re.compile(r'(["\\\x00-\x1f]+)')  # what JSON escapes
 _RESERVED = ("messages", "tools", "add_generation_prompt")
+_ALWAYS = ("user", "assistant", "system")  # roles that every template is given
+_OPTIONAL = ("developer", "tool", "function")  # those of OpenAI's API that a template may lack
 
 
 @dataclass(frozen=True)
@@ -113,6 +115,7 @@ class ChatTemplate:
         self._assistant = _Spellings(everywhere - CALL_MARKS - self.thoughts.tokens)
         self._others = _Spellings(everywhere | {s for s in added if s in both and not s.isspace()})
         self._special, self._names, self._turn_end = everywhere, {}, None
+        self._writes: dict[tuple[str, str], bool] = {}
         self.calls: ToolFormat = format_of(self._tool_use, everywhere | added)
 
     def _check_size(self, source: str) -> None:
@@ -198,8 +201,8 @@ class ChatTemplate:
             (text, is_control) spans for `Tokenizer.encode_rendered`; a single one if the messages spell no token.
 
         Raises:
-            UsageError: the messages are malformed, or the template rejects them; it has no such variable; or templates
-                cannot be rendered here, see `engine.text.sandbox_process.interpreter`.
+            UsageError: the messages are malformed, or the template rejects them or leaves out those of a role; it has
+                no such variable; or templates cannot be rendered here, see `engine.text.sandbox_process.interpreter`.
             CheckpointError: the template fails or breaks a limit.
         """
         if not messages:
@@ -208,6 +211,7 @@ class ChatTemplate:
         source = self.source if options.tools is None else self._tool_use
         given = self._options(source, options)
         plain = [_alias_reasoning(_message(m)) for m in messages]
+        self._check_roles(source, plain)
         marks = _Marks(source + json.dumps([*plain, given], ensure_ascii=False))
         chat = [marks.protect(m, self._assistant if m["role"] == "assistant" else self._others) for m in plain]
         values = {"tools": None, "documents": None} | marks.protect(given, self._others)
@@ -251,6 +255,32 @@ class ChatTemplate:
         if "tools" not in names:
             raise UsageError("the chat template takes no tools: it has no variable tools", where=self.where)
         return given | {"tools": _plain(tools)}
+
+    def _check_roles(self, source: str, messages: Sequence[Mapping[str, Any]]) -> None:
+        """Check that the template does not leave out messages of some role. Raises UsageError."""
+        for i, role in enumerate(message["role"] for message in messages):
+            if role not in _ALWAYS and not _names_role(source, role) and not self._writes_role(source, role):
+                known = ", ".join([*_ALWAYS[:2], *(r for r in (_ALWAYS[2], *_OPTIONAL) if _names_role(source, r))])
+                what = f"messages[{i}].role: the chat template knows no role {shortened(repr(role))}"
+                raise UsageError(what, where=self.where, remedy=f"its roles: {known}")
+
+    def _writes_role(self, source: str, role: str) -> bool:
+        """Whether a template that does not name a role writes its messages; if the role is not one of OpenAI's, with
+        its name. True if the template rejects a trial: it will reject the messages."""
+        key = source, role if role in _OPTIONAL else ""
+        if key not in self._writes:
+            mark = "role"
+            while mark in source.lower():
+                mark += "x"
+            trial = [{"role": "user", "content": "Hello"}, {"role": key[1] or mark, "content": mark}]
+            values = self.variables | {"messages": trial, "tools": None, "documents": None}
+            request = {"variables": values | {"add_generation_prompt": False}, "now": self.clock().isoformat()}
+            try:
+                text = self._ask(request, source).get("text")
+            except CheckpointError:  # it needs other messages
+                text = None
+            self._writes[key] = text is None or text.lower().count(mark) >= (1 if key[1] else 2)
+        return self._writes[key]
 
     def _variables(self, source: str) -> set[str]:
         """The variables that a template reads. Raises as `check`."""
@@ -402,6 +432,11 @@ class _Marks:
             spelling_of[repr(mark)[1:-1]] = spelling
         pieces = re.split("(" + "|".join(map(re.escape, spelling_of)) + ")", text)
         return [(spelling_of.get(p, p), i % 2 == 0) for i, p in enumerate(pieces) if p]
+
+
+def _names_role(source: str, role: str) -> bool:
+    """Whether a template has a role's name as a string."""
+    return any(quote + role + quote in source for quote in "'\"")
 
 
 def _message(message: Any) -> dict[str, Any]:

@@ -189,6 +189,33 @@ def test_malformed_messages(messages):
         template("x").render(messages)
 
 
+BY_ROLE = (
+    "{% for m in messages %}{% if m.role == 'user' or m['role'] == \"system\" %}U:{{ m.content }}"
+    "{% elif m.role == 'assistant' %}A:{{ m.content }}{% endif %}{% endfor %}"
+)
+ELSE = "{% for m in messages %}{% if m.role == 'user' %}U{% else %}X{% endif %}{{ m.content }}{% endfor %}"
+
+
+def test_a_template_that_leaves_out_a_role_refuses_it():
+    """A template that writes the names of roles takes any; one that names a role takes that one."""
+
+    def rendered(source, role):
+        return text_of(template(source).render([*HI, {"role": role, "content": "lost"}]))
+
+    for role in ("usr", "User", "developer", "tool", "control", "", "r" * 5000):
+        what = r"messages\[1\].role: the chat template knows no role '.*\n.*its roles: user, assistant, system$"
+        with pytest.raises(UsageError, match="(?s)" + what):
+            rendered(BY_ROLE, role)
+        assert "lost" in rendered(CHATML.replace("CONTENT", "m.content"), role)
+    assert rendered(BY_ROLE + "{{ 'control' }}", "control") == "U:hicontrol"
+    assert rendered(BY_ROLE, "system") == "U:hiU:lost" and rendered("{{ messages[0].content }}", "assistant") == "hi"
+    assert rendered(ELSE, "tool") == "UhiXlost"
+    with pytest.raises(UsageError, match="knows no role 'robot'"):
+        rendered(ELSE, "robot")
+    with pytest.raises(UsageError, match="rejects the messages: only users"):
+        rendered("{% if messages[-1].role != 'user' %}{{ raise_exception('only users') }}{% endif %}", "robot")
+
+
 def test_indentation_by_a_product():
     text = "{% for i in range(3) %}{{ '  ' * i }}a{{ 2 * i }}{{ ['b'] * i }}{% endfor %}"
     assert template(text).render(HI) == [("a0[]  a2['b']    a4['b', 'b']", True)]
