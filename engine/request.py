@@ -297,8 +297,8 @@ def check_request(models: Models, request: Request, share: float = 1.0) -> Check
 
 
 def _heal(target: LoadedModel, request: Request, ids: list[int]) -> tuple[Request, list[int], str]:
-    """Heal the prompt of a request that asks for it: require outputs to begin with the removed text, and allow more
-    tokens.
+    """Heal the prompt of a request that asks for it: require outputs to begin with the removed text, and allow and
+    require more tokens.
 
     Returns the request, its prompt, and the text that was removed. Raises UsageError.
     """
@@ -310,7 +310,11 @@ def _heal(target: LoadedModel, request: Request, ids: list[int]) -> tuple[Reques
     if not data:
         return request, ids, ""
     begin = request.begin.encode() if isinstance(request.begin, str) else request.begin or b""
-    new = request.max_new_tokens + len(ids) - len(kept)
+    removed, least = len(ids) - len(kept), request.min_new_tokens
+    if least:  # 0 requires nothing
+        check_integer("min_new_tokens", least, 0)
+        request = replace(request, min_new_tokens=least + removed)
+    new = request.max_new_tokens + removed
     return replace(request, begin=data + begin, max_new_tokens=new), kept, data.decode()
 
 

@@ -147,6 +147,15 @@ def test_a_stop_string_in_the_healed_text_ends_no_output(engine):
     assert all(stops([c, o, *[x] * more, o]) for more in range(60))
 
 
+def test_the_shortest_output_does_not_count_the_healed_text(engine):
+    for least, text in ((None, "ld."), (0, "ld."), (1, "ld."), (2, "ld.."), (3, "ld...")):
+        options = {"heal": True, "min_new_tokens": least, "max_new_tokens": 6}
+        [result] = engine.generate(["The opposite of hot is co"], Greedy(), **options)
+        assert (result.outputs[0].text, result.outputs[0].finish_reason) == (text, "eos"), least
+    with pytest.raises(UsageError, match="min_new_tokens: expected an integer"):
+        engine.generate(["The opposite of hot is co"], Greedy(), heal=True, min_new_tokens="x")
+
+
 @pytest.mark.parametrize("name", ["sp_bpe", "sp_unigram"])
 def test_a_stop_string_that_begins_where_the_healed_text_ends(name):
     """A text that begins with "▁th" is decoded without its space, which the healed text has."""
