@@ -50,7 +50,8 @@ def make(output: str | Path, machine: str, names: Sequence[str] = ()) -> dict[st
         {"path", "targets", "bytes"}.
 
     Raises:
-        UsageError: this is no checkout, a target is of another machine, a compiler is absent or fails, or pip does.
+        UsageError: this is no checkout, a target is of another machine, the folder cannot be made, a compiler is absent
+            or fails, or pip does.
     """
     names = names or [name for name, target in TARGETS.items() if target.machine == machine]
     for name in names:
@@ -59,7 +60,10 @@ def make(output: str | Path, machine: str, names: Sequence[str] = ()) -> dict[st
     if not (ROOT / "pyproject.toml").is_file():
         raise UsageError("a wheel is made of a checkout, and this is an installed package", where=str(ROOT))
     output = Path(output)
-    output.mkdir(parents=True, exist_ok=True)
+    try:
+        output.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise UsageError(f"the output folder cannot be made: {error.strerror}", where=str(output)) from None
     with tempfile.TemporaryDirectory(prefix="coppice-wheel-") as work:
         tree = Path(work, "tree")
         left_out = shutil.ignore_patterns("__pycache__", cpp.PREBUILT.name)

@@ -73,6 +73,13 @@ def test_a_target_is_for_its_machine(tmp_path, capsys):
     assert not (tmp_path / "out").exists()
 
 
+def test_a_folder_that_cannot_be_made(tmp_path, capsys):
+    (file := tmp_path / "file").touch()
+    for folder in (file, file / "below"):
+        assert wheel.main(["--output", str(folder), "--target", LOWEST[0]]) == 2
+        assert capsys.readouterr().err.startswith("error: the output folder cannot be made: ")
+
+
 def test_an_installed_package_makes_none(monkeypatch, tmp_path, capsys):
     monkeypatch.setattr(wheel, "ROOT", tmp_path)
     assert wheel.main(["--output", str(tmp_path / "out")]) == 2
