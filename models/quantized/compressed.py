@@ -38,10 +38,6 @@ SMALL = {  # formats that have only one form
 CLASSES = {p.LINEAR: ("Linear", "Module"), p.EMBEDDING: ("Embedding", "Module")}  # targets that mean torch's classes
 INPUT, OUTPUT = "input_scale", "output_scale"
 ORDERED = ("group", "dynamic", True)  # values of `actorder` with a `weight_g_idx`, up to version 0.19
-# Activations of int8 weights stay floats as well. The package divides them by their largest magnitude over 127.5 and
-# rounds. If the largest is negative it becomes a tie, -127.5, so that the last bit of a sum decides between -127 and
-# -128: two correct implementations differ as much as either does from floats (1e-2 of the logits' spread).
-DYNAMIC_LEVELS: float | None = None
 
 
 @dataclass(frozen=True)
@@ -54,7 +50,6 @@ class Integers(Scheme):
         grid: which elements share a scale.
         zeros: whether there are zero points.
         ordered: whether each column may belong to any group.
-        levels: the levels of activations.
         stepped: which of the inputs and outputs of a layer have steps, `INPUT` or `OUTPUT`.
     """
 
@@ -63,7 +58,6 @@ class Integers(Scheme):
     grid: Grid
     zeros: bool
     ordered: bool
-    levels: float | None
     stepped: tuple[str, ...] = ()
 
     def form(self, width: int) -> Form:
@@ -122,7 +116,7 @@ class Integers(Scheme):
         scale_OG = grid.spread(scale, outs, width)
         zero_OG = None if zeros is None else grid.spread(zeros, outs, width)
         steps = Steps(*(self._step(name, source) for name in (INPUT, OUTPUT)))
-        more: dict[str, Any] = {"order_I": order_I, "levels": LEVELS if steps.before else self.levels, "steps": steps}
+        more: dict[str, Any] = {"order_I": order_I, "levels": LEVELS if steps.before else None, "steps": steps}
         return self.form(width).weight(outs, width, codes, scale_OG, zero_OG, **more)
 
     def _step(self, name: str, source: Source) -> float:
@@ -196,14 +190,15 @@ def _scheme(group: Fields, fields: Fields) -> Scheme | None:
     if weights.config.get("dynamic"):
         raise unsupported(fields, f"{layout} with dynamic weights")
     stepped = _stepped(group, kind, fields)
-    levels = None if INPUT in stepped else _levels(group, kind, fields)
+    if INPUT not in stepped:
+        _check_inputs(group, kind, fields)
     if layout in SMALL:
         return SMALL[layout]
     grid = _grid(weights, fields)
     if kind == "float":
         return Float8(grid, "weight_scale")
     ordered = grid.ins is not None and weights.config.get("actorder") in ORDERED
-    return Integers(layout == "pack-quantized", bits, grid, zeros, ordered, levels, stepped)
+    return Integers(layout == "pack-quantized", bits, grid, zeros, ordered, stepped)
 
 
 def _grid(weights: Fields, fields: Fields) -> Grid:
@@ -219,19 +214,23 @@ def _grid(weights: Fields, fields: Fields) -> Grid:
     return Grid(1 if strategy == "channel" else None, None)
 
 
-def _levels(group: Fields, kind: str, fields: Fields) -> float | None:
-    """Return the levels of activations; None: they are not rounded, as with float8 weights."""
+def _check_inputs(group: Fields, kind: str, fields: Fields) -> None:
+    """Raise CheckpointError if activations without static steps are rounded in a way that is not read.
+
+    Those that are read stay floats, with int8 weights as well. The package divides them by their largest magnitude over
+    127.5 and rounds. If the largest is negative it becomes a tie, -127.5, so that the last bit of a sum decides between
+    -127 and -128: two correct implementations differ as much as either does from floats (1e-2 of the logits' spread).
+    """
     inputs = group.sub("input_activations")
     if inputs is None:
-        return None
+        return
     own = inputs.str("type", "int"), inputs.int("num_bits", 8)
     if own[0] == kind == "float":
-        return None
+        return
     token = inputs.str("strategy", "") == "token" and inputs.config.get("dynamic") is True
     if kind == "float" or own != ("int", 8) or not token or not inputs.bool("symmetric", default=True):
         what = "int of 8 bits, symmetric, for each token, dynamic, or for each tensor, static"
         raise unsupported(fields, f"input_activations other than {what}")
-    return DYNAMIC_LEVELS
 
 
 def _stepped(group: Fields, kind: str, fields: Fields) -> tuple[str, ...]:
