@@ -9,7 +9,7 @@ Shape legend: N rows, E width, V vocabulary, v tokens of this process, U chosen 
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -24,7 +24,6 @@ from models.shard import Shard
 # An MLP is cut at multiples of one of UNITS, so that groups of quantised weights stay whole: of the largest unit that
 # leaves each process at least EVEN units, so that no process has an eighth more than another.
 UNITS, EVEN = (128, 64, 32, 16, 8), 8
-T = TypeVar("T")
 
 
 def part(total: int, shard: Shard, unit: int = 1) -> range:

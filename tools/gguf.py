@@ -62,7 +62,7 @@ def convert(path: Path, folder: Path) -> dict[str, Any]:
         for part, (shape, dtype) in grouping.layout(info.rows, info.elements // info.rows).items():
             targets[f"{module}.{part}"] = Target(name, part, shape, dtype)
     if source.quantization and (scheme := source.quantization.scheme(HEAD, "")) and HEAD not in quantized:
-        tables = [module for module, of in quantized.items() if source.quantization.scheme(module, "") is scheme]
+        tables = [module for module in quantized if source.quantization.scheme(module, "") is scheme]
         quantized[HEAD] = quantized[tables[0]]
     if quantized:
         config["quantization_config"] = config_of(quantized)

@@ -28,7 +28,7 @@ with later():
     import torch
 
 DTYPES = {"float32": "F32", "bfloat16": "BF16", "float16": "F16"}
-UNK, BOS, EOS = 0, 1, 2
+BOS, EOS = 1, 2
 HEAD_NORMS = {"llama": (), "qwen3": ("self_attn.q_norm", "self_attn.k_norm")}  # by family
 
 
