@@ -25,9 +25,9 @@ def architecture(fields: Fields) -> str:
 
 def check_layers_alike(fields: Fields) -> None:
     """Raise CheckpointError if `per_layer_config` gives a layer a field that differs from that of the whole model."""
-    given = fields.sub("per_layer_config")
-    for layer in given.config if given else ():
-        own = (given and given.sub(layer)) or Fields({}, fields.file)
+    given = fields.within("per_layer_config")
+    for layer in given.config:
+        own = given.within(layer)
         for name, value in own.config.items():
             if value != (fields.config.get(name) if name != "skip" else []):
                 raise own.error(name, "the value of all layers: those of this family may not differ")
@@ -274,13 +274,14 @@ def ropes(
     Raises:
         CheckpointError: naming the field.
     """
-    nested, tables = fields.sub("rope_parameters") or Fields({}, fields.file), {}
+    nested, tables = fields.within("rope_parameters"), {}
     names = [] if partial is None else ["partial_rotary_factor"]
     names += [] if any(name for name, _ in bases.values()) else ["rope_theta"]
     for kind, (name, base) in bases.items():
-        stretched = fields.sub("rope_scaling") if kind == FULL else None
-        found = {**getattr(nested.sub(kind), "config", {}), **getattr(stretched, "config", {})}
-        if nested.sub(kind):
+        stretched = fields.within("rope_scaling").config if kind == FULL else {}
+        own = nested.within(kind).config
+        found = {**own, **stretched}
+        if own:
             found = completed(found, fields, names)
         if found.get("rope_theta") is None:
             found["rope_theta"] = fields.float(name, base, low=1.0, high=1e15) if name else base

@@ -80,7 +80,7 @@ class RopeConfig:
         fields = config if isinstance(config, Fields) else Fields(config, "config.json")
         # As in transformers, a non-empty `rope_scaling` takes precedence, and so does the dict over the top level.
         name = "rope_scaling" if fields.sub("rope_scaling") else "rope_parameters"
-        rope = fields.sub(name) or Fields({}, fields.file, f"{name}.")
+        rope = fields.within(name)
         if nested := [key for key, value in rope.config.items() if isinstance(value, dict)]:
             raise rope.error(nested[0], "a plain value: rope per type of layer is not supported")
         spelling = "rope_type" if rope.str("rope_type", None) is not None else "type"

@@ -67,6 +67,10 @@ class Fields:
             raise self.error(name, "an object or null")
         return Fields(value, self.file, f"{self.prefix}{name}.") if value else None
 
+    def within(self, name: builtins.str) -> Fields:
+        """Return the fields of a nested dict; no fields if it is absent, null or empty."""
+        return self.sub(name) or Fields({}, self.file, f"{self.prefix}{name}.")
+
     def changed(self, changes: Mapping[builtins.str, Any]) -> Fields:
         """Return the fields with other values of some."""
         return Fields({**self.config, **changes}, self.file, self.prefix)

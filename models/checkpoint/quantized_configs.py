@@ -30,8 +30,8 @@ def with_quantization(folder: Path, config: dict[str, Any]) -> dict[str, Any]:
     if (folder / GPTQ).exists():
         return config | {FIELD: {"quant_method": "gptq"} | read_json(folder / GPTQ, CONFIG_BYTES)}
     if (folder / MODELOPT).exists():
-        own = Fields(read_json(folder / MODELOPT, CONFIG_BYTES), show(folder / MODELOPT)).sub("quantization")
-        return config | {FIELD: {"quant_method": "modelopt"} | dict(own.config if own else {})}
+        own = Fields(read_json(folder / MODELOPT, CONFIG_BYTES), show(folder / MODELOPT)).within("quantization")
+        return config | {FIELD: {"quant_method": "modelopt"} | dict(own.config)}
     if (folder / QUANTO).exists():
         return config | {FIELD: {"quant_method": quanto.NAME, quanto.MODULES: read_json(folder / QUANTO, CONFIG_BYTES)}}
     return config

@@ -64,7 +64,7 @@ class MPT(Decoder):
 
     @staticmethod
     def read(fields: Fields) -> Config:
-        attention = fields.sub("attn_config") or Fields({}, fields.file, f"{fields.prefix}attn_config.")
+        attention = fields.within("attn_config")
         needed = {"alibi": True, "qk_ln": False, "prefix_lm": False}
         for name, value in needed.items():
             if attention.bool(name, default=value) != value:

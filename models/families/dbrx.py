@@ -36,9 +36,7 @@ class Dbrx(Decoder):
 
     @staticmethod
     def read(fields: Fields) -> Config:
-        attention, mlp = (
-            fields.sub(name) or Fields({}, fields.file, f"{name}.") for name in ("attn_config", "ffn_config")
-        )
+        attention, mlp = fields.within("attn_config"), fields.within("ffn_config")
         if mlp.float("moe_normalize_expert_weights", 1.0) != 1.0:
             raise mlp.error("moe_normalize_expert_weights", "1 or null: other norms are not supported")
         named: dict[str, Any] = {own: fields.int(name, default) for name, (own, default) in RENAMED.items()}
@@ -46,7 +44,7 @@ class Dbrx(Decoder):
             "head_dim": None,
             "num_key_value_heads": attention.int("kv_n_heads", 1, high=2**14),
             "intermediate_size": mlp.int("ffn_hidden_size", 3584),
-            "hidden_act": (mlp.sub("ffn_act_fn") or Fields({}, fields.file)).str("name", "silu"),
+            "hidden_act": mlp.within("ffn_act_fn").str("name", "silu"),
             "num_experts": mlp.int("moe_num_experts", 4),
             "num_experts_per_tok": mlp.int("moe_top_k", 1),
         }

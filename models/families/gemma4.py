@@ -103,12 +103,12 @@ def heads(fields: Fields, kinds: Sequence[str], queries: int, kv_heads: int, siz
         full["num_key_value_heads"] = given
     every = Fields({str(i): full for i, kind in enumerate(kinds) if kind == FULL}, fields.file)
     if "per_layer_config" in fields.config:
-        given = fields.sub("per_layer_config") or Fields({}, fields.file)
+        given = fields.within("per_layer_config")
         numbers = {number.lstrip("0") or "0": own for number, own in given.config.items()}  # "05" if there is "11"
         every = Fields(numbers, given.file, given.prefix)
     found = []
     for i in range(len(kinds)):
-        own = every.sub(str(i)) or Fields({}, fields.file)
+        own = every.within(str(i))
         if other := {*own.config} - {"head_dim", "num_key_value_heads"}:
             raise own.error(min(other), "nothing: layers may differ in their heads only")
         sizes = own.int("num_key_value_heads", kv_heads, high=2**14), own.int("head_dim", size, high=2**14)
@@ -133,7 +133,7 @@ def ropes(
     fields: Fields, kinds: Sequence[str], sizes: Sequence[tuple[int, int]], max_positions: int
 ) -> tuple[RopeConfig, ...]:
     """Read `Config.ropes`, each for the heads of its layer."""
-    nested, found = fields.sub("rope_parameters") or Fields({}, fields.file), {}
+    nested, found = fields.within("rope_parameters"), {}
     labels = KINDS | {"proportional": "proportional"}
     for kind, (_, size) in zip(kinds, sizes, strict=True):
         given = nested.sub(kind)

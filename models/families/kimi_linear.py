@@ -51,7 +51,7 @@ class KimiLinear(Decoder):
     @staticmethod
     def read(fields: Fields) -> Config:
         fields = fields.changed({new: fields.config[old] for old, new in PUBLISHED.items() if old in fields.config})
-        own = fields.sub("linear_attn_config") or Fields({}, fields.file)
+        own = fields.within("linear_attn_config")
         for some, values in ((fields, ONLY), (own, ONLY_DELTA)):
             for name, value in values.items():
                 if some.config.get(name) not in (None, value):

@@ -84,7 +84,7 @@ class MiniMaxM3(Decoder):
         sizes = {"mlp_width": dense, "kv_heads": 4, "head_dim": 128, "partial": 1.0, "theta": 5e6, "eps": 1e-6}
         gates = fields.changed({"hidden_act": None})  # published files name the clamped gates there
         options: dict[str, Any] = rotary(gates, positions=524288, **sizes) | {"activation": CLAMPED}
-        layers, old = options["layers"], fields.sub("sparse_attention_config") or Fields({}, fields.file)
+        layers, old = options["layers"], fields.within("sparse_attention_config")
         kinds = layer_types(fields, _chosen(old, "sparse_attention_freq", layers, (FULL, SPARSE), FULL), (FULL, SPARSE))
         mlps = fields.config.get("mlp_layer_types") or _chosen(fields, "moe_layer_freq", layers, MLPS, MLPS[1])
         blocks = old.int("sparse_topk_blocks", fields.int("index_topk_blocks", default=16))

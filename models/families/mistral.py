@@ -119,7 +119,7 @@ class Mistral4(Decoder):
 
 def _growth(fields: Fields, rope: RopeConfig) -> dict[str, Any]:
     """Read how queries grow with their position, as arguments of `RopeConfig`."""
-    found = fields.sub("rope_scaling") or fields.sub("rope_parameters") or Fields({}, fields.file, "rope_parameters.")
+    found = fields.sub("rope_scaling") or fields.within("rope_parameters")
     growth, length = found.float("llama_4_scaling_beta", low=0.0, high=1e6), rope.original_length
     if rope.kind not in ("llama3", "longrope", "yarn"):
         length = found.int("original_max_position_embeddings", high=2**31)

@@ -23,7 +23,7 @@ class OlmoHybrid(Decoder):
 
     @staticmethod
     def read(fields: Fields) -> Config:
-        rope = fields.sub("rope_scaling") or fields.sub("rope_parameters") or Fields({}, fields.file)
+        rope = fields.sub("rope_scaling") or fields.within("rope_parameters")
         base = rope.config if "rope_theta" in rope.config else fields.config
         unrotated = "rope_theta" in base and base["rope_theta"] is None
         options = rotary(fields, positions=65536, one_rope=not unrotated, eps=1e-6, bias=False)

@@ -16,6 +16,7 @@ from models.quantized.parts import Grid, ModuleRules, Scheme, pattern, unsupport
 
 FLOAT_BITS = 16  # `bits` of modules that stay floats
 READ = "read: auto_round, auto_round:auto_gptq and auto_round:auto_awq, of int; fp, mx_fp and nv_fp of 8 and 4 bits"
+Rule = tuple[Callable[[str], object], Scheme | None]  # of `ModuleRules`
 FLOATS: dict[tuple[str, int, int], Scheme] = {  # by `data_type`, `bits` and `group_size`
     ("mx_fp", 4, mxfp4.GROUP): mxfp4.COMPRESSED,
     ("mx_fp", 8, MX[1]): Float8(Grid(*MX), "weight_scale", powers=True),
@@ -30,14 +31,13 @@ def parse(fields: Fields) -> ModuleRules:
     layout = fields.str("packing_format", None) or fields.str("backend", "auto_round:auto_gptq")
     if fields.sub("rotation_config"):
         raise unsupported(fields, "auto-round with rotation_config")
-    names: list[tuple[Callable[[str], object], Scheme | None]] = []
-    expressions = names.copy()
-    given = fields.sub("extra_config") or Fields({}, fields.file)
+    names, expressions = list[Rule](), list[Rule]()
+    given = fields.within("extra_config")
     for key in given.config:
-        changes = given.sub(key)
-        own = _scheme({**fields.config, **(changes.config if changes else {})}, fields, layout)
+        changes = given.within(key)
+        own = _scheme({**fields.config, **changes.config}, fields, layout)
         names.append((key.__eq__, own))
-        if changes and not key.replace(".", "").replace("_", "").isalnum():
+        if changes.config and not key.replace(".", "").replace("_", "").isalnum():
             expressions.append((pattern(key, fields).search, own))
     common = _scheme(fields.config, fields, layout)
     if common is None:

@@ -102,11 +102,11 @@ class MobileGemma(Quantization):
 
 def parse(fields: Fields) -> MobileGemma:
     """Read a config. Raises CheckpointError if it is not supported."""
-    common, listed = _bits(fields, 4), fields.sub("module_quant_configs")
+    common, listed = _bits(fields, 4), fields.within("module_quant_configs")
     others = list[tuple[re.Pattern[str], int]]()
-    for expression in listed.config if listed else ():
-        own = listed.sub(expression) if listed else None
-        others.append((pattern(expression, fields), _bits(own, common) if own else common))
+    for expression in listed.config:
+        own = listed.within(expression)
+        others.append((pattern(expression, fields), _bits(own, common)))
     return MobileGemma(common, tuple(others), fields.bool("quantize_embeddings", default=False))
 
 

@@ -97,10 +97,10 @@ def parse(fields: Fields) -> ModuleRules:
         raise unsupported(
             fields, f"gptq in the format {layout!r}, packed into {words} (read: {', '.join(FORMATS)}; int32)"
         )
-    given, rules = fields.sub("dynamic") or Fields({}, fields.file), []
+    given, rules = fields.within("dynamic"), []
     for key in given.config:
-        changes, expression = given.sub(key), pattern(key.removeprefix("-:").removeprefix("+:"), fields)
-        own = {**fields.config, **(changes.config if changes else {})}
+        changes, expression = given.within(key), pattern(key.removeprefix("-:").removeprefix("+:"), fields)
+        own = {**fields.config, **changes.config}
         rules.append((expression.match, None if key.startswith("-:") else scheme(own, fields, layout)))
     return ModuleRules(scheme(fields.config, fields, layout), tuple(rules))
 

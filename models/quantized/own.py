@@ -89,10 +89,10 @@ def parse(fields: Fields) -> ModuleSchemes:
     """Read a config. Raises CheckpointError if it is not supported."""
     if (version := fields.int("version")) != VERSION:
         raise unsupported(fields, f"version {version} of the layout (read: {VERSION})")
-    listed = fields.sub("weights") or Fields({}, fields.file, f"{fields.prefix}weights.")
+    listed = fields.within("weights")
     weights = {}
     for module in listed.config:
-        own = listed.sub(module) or Fields({}, fields.file, f"{listed.prefix}{module}.")
+        own = listed.within(module)
         kind = cast(GroupKind, own.choice("kind", KINDS))
         zeros, least = own.bool("zeros", default=False), own.bool("least", default=False)
         if least and (zeros or kind in TABLES):

@@ -92,7 +92,7 @@ def parse(fields: Fields) -> Quanto:
     if listed is None:
         raise unsupported(fields, "quanto without quanto_qmap.json, which tells the type of each module")
     for module in listed.config:
-        own = listed.sub(module) or Fields({}, fields.file, f"{listed.prefix}{module}.")
+        own = listed.within(module)
         kind, rounded = own.str("weights", "none"), own.str("activations", "none")
         if rounded != "none" or kind not in ("none", *TYPES):
             what = f"quanto: {show(module)} with weights {kind[:80]!r} and activations {rounded[:80]!r}"

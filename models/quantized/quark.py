@@ -130,7 +130,7 @@ def parse(fields: Fields) -> Quark:
 
     patterns = {}
     for name in ("layer_quant_config", "layer_type_quant_config"):
-        given = fields.sub(name) or Fields({}, fields.file)
+        given = fields.within(name)
         for pattern in given.config:
             if name == "layer_quant_config":
                 patterns[pattern] = scheme(given.sub(pattern), pattern.endswith(CACHED))

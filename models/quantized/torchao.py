@@ -212,7 +212,7 @@ def _object(metadata: Mapping[str, str], name: str, where: str) -> dict[str, obj
 
 def _scheme(told: Fields) -> Scheme:
     """Return the scheme that a weight's metadata describe. Raises CheckpointError if it is not supported."""
-    kind, data = told.str("_type"), told.sub("_data") or Fields({}, told.file, "_data.")
+    kind, data = told.str("_type"), told.within("_data")
     if kind not in TYPES:
         raise unsupported(told, f"torchao: _type {kind[:80]!r} (read: {', '.join(TYPES)})")
     if not isinstance(tensors := told.config.get("_tensor_data_names") or [], list):
@@ -228,7 +228,7 @@ def _scheme(told: Fields) -> Scheme:
         return (PlainInt4 if kind == "Int4Tensor" else TiledInt4)(grid.ins)
     bits = 8
     if kind == "IntxUnpackedToInt8Tensor":
-        dtype = (data.sub("target_dtype") or Fields({}, told.file, "_data.target_dtype.")).choice("_data", INTEGERS)
+        dtype = data.within("target_dtype").choice("_data", INTEGERS)
         bits = INTEGERS[dtype]
     return Unpacked(bits, grid)
 
