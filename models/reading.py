@@ -171,6 +171,11 @@ def layer_types(fields: Fields, default: Sequence[str], kinds: Sequence[str] = (
     return tuple(found)
 
 
+def kinds_by_period(fields: Fields, layers: int, period: int, others: str = SLIDING) -> tuple[str, ...]:
+    """Read `layer_types`; if it is absent, every `period`-th layer has full attention."""
+    return layer_types(fields, [others if i % period else FULL for i in range(1, layers + 1)], (FULL, others))
+
+
 def layer_bases(fields: Fields, absent: Sequence[float]) -> Sequence[float]:
     """Read the rotary base of each layer from the field `layer_rope_theta`, 0 if it rotates nothing; `absent`: those if
     the field is absent.

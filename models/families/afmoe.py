@@ -1,11 +1,11 @@
 """AFMoE, Trinity (Arcee AI 2025): windows in the layers with rotary embeddings, gated attention, experts."""
 
 from models.checkpoint.fields import Fields
-from models.config import FULL, SLIDING, Config
+from models.config import SLIDING, Config
 from models.decoder import Decoder
 from models.families.deepseek_v2 import NAMES
 from models.names import Names
-from models.reading import experts, layer_types, rotary, window_of, windows
+from models.reading import experts, kinds_by_period, rotary, window_of, windows
 
 
 class Afmoe(Decoder):
@@ -24,10 +24,10 @@ class Afmoe(Decoder):
         if fields.bool("attention_bias", default=False):
             raise fields.error("attention_bias", "false: biases beside gates without them are not supported")
         options = rotary(fields, positions=16384, head_dim=128, inner=6144, eps=1e-5)
-        layers = range(options["layers"])
         every = fields.int("global_attn_every_n_layers", default=4)
-        kinds = layer_types(fields, [SLIDING if (i + 1) % every else FULL for i in layers])
+        kinds = kinds_by_period(fields, options["layers"], every)
         dense = fields.int("num_dense_layers", default=1, low=0)
+        sparse = [i >= dense for i in range(options["layers"])]
         width = fields.int("moe_intermediate_size", default=1408)
         rules = {
             "scores": "sigmoid",
@@ -43,7 +43,7 @@ class Afmoe(Decoder):
             query_gate="apart",
             windows=windows(fields, kinds, window_of(fields, 1024)),
             ropes=tuple(options["rope"] if kind == SLIDING else None for kind in kinds),
-            experts=experts(fields, count=64, chosen=6, width=width, layers=[i >= dense for i in layers], **rules),
+            experts=experts(fields, count=64, chosen=6, width=width, layers=sparse, **rules),
             embedding_scale=options["width"] ** 0.5 if fields.bool("mup_enabled", default=False) else 1.0,
             **options,
         )

@@ -8,12 +8,12 @@ from typing import Any
 from kernels.layout import DeltaKind
 from models.checkpoint.fields import Fields
 from models.checkpoint.headers import Checkpoint
-from models.config import FULL, RECURRENT, Config, Recurrent
+from models.config import RECURRENT, Config, Recurrent
 from models.decoder import Decoder
 from models.families.deepseek_v2 import latent_attention, mixture
 from models.families.deepseek_v3 import sigmoids
 from models.families.kimi_linear import PUBLISHED, KimiLinear
-from models.reading import layer_types, sparse_layers
+from models.reading import kinds_by_period, sparse_layers
 
 SPELLED = {  # parts of names in published files -> those of Kimi Linear
     "model.word_embeddings.": "model.embed_tokens.",
@@ -56,9 +56,8 @@ class BailingHybrid(Decoder):
         sparse = sparse_layers(fields, layers, fields.int("first_k_dense_replace", default=2, low=0))
         rules = {"count": 512, "width": 768, "shared": 1, "scale": 2.5, "name": "num_experts"}
         rules |= {"chosen": fields.int("num_experts_per_tok", default=8)} | sigmoids(fields, groups=8, kept=4)
-        step = fields.int("layer_group_size", default=6)
-        default = [RECURRENT if i % step else FULL for i in range(1, layers + 1)]
-        recurs = tuple(kind == RECURRENT for kind in layer_types(fields, default, (FULL, RECURRENT)))
+        every = fields.int("layer_group_size", default=6)
+        recurs = tuple(kind == RECURRENT for kind in kinds_by_period(fields, layers, every, RECURRENT))
         return Config(
             experts=mixture(fields, sparse, **rules),
             recurrent=delta_nets(fields, options["heads"], recurs) if any(recurs) else None,

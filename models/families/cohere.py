@@ -8,7 +8,16 @@ from models.config import FULL, SLIDING, Config
 from models.decoder import Decoder
 from models.families.deepseek_v2 import NAMES
 from models.names import Names
-from models.reading import experts, layer_types, rotary, sparse_layers, true_if_absent, window_of, windows
+from models.reading import (
+    experts,
+    kinds_by_period,
+    layer_types,
+    rotary,
+    sparse_layers,
+    true_if_absent,
+    window_of,
+    windows,
+)
 from models.rope import RopeConfig
 
 
@@ -35,7 +44,7 @@ class Cohere2(Decoder):
     def read(fields: Fields) -> Config:
         options = _options(fields, theta=1e4)
         every = fields.int("sliding_window_pattern", default=4)
-        kinds = layer_types(fields, [SLIDING if (i + 1) % every else FULL for i in range(options["layers"])])
+        kinds = kinds_by_period(fields, options["layers"], every)
         ropes = tuple(options["rope"] if kind == SLIDING else None for kind in kinds)
         return Config(**options, windows=windows(fields, kinds, window_of(fields, 4096)), ropes=ropes)
 

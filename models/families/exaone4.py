@@ -5,12 +5,12 @@ import re
 from dataclasses import replace
 
 from models.checkpoint.fields import Fields
-from models.config import FULL, SLIDING, Config
+from models.config import SLIDING, Config
 from models.decoder import Decoder
 from models.families.deepseek_v2 import NAMES
 from models.families.deepseek_v3 import sigmoids
 from models.names import Names
-from models.reading import experts, layer_types, renamed, rotary, sparse_layers, window_of, windows
+from models.reading import experts, kinds_by_period, renamed, rotary, sparse_layers, window_of, windows
 from models.rope import BUFFERS
 
 # The published fields, and those that transformers 5.24 saves.
@@ -58,7 +58,7 @@ class Exaone4(Decoder):
         every = 1
         if window and fields.config.get("layer_types") is None:
             every = fields.int("sliding_window_pattern", default=4)
-        kinds = layer_types(fields, [SLIDING if (i + 1) % every else FULL for i in range(options["layers"])])
+        kinds = kinds_by_period(fields, options["layers"], every)
         return Config(
             norms=("output",),
             head_norms="each",

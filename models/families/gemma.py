@@ -8,7 +8,7 @@ from models.checkpoint.fields import Fields
 from models.config import FULL, SLIDING, Config
 from models.decoder import Decoder
 from models.names import Names
-from models.reading import layer_types, ropes, rotary, window_of, windows
+from models.reading import kinds_by_period, ropes, rotary, window_of, windows
 
 BASES = {FULL: ("rope_theta", 1e6), SLIDING: ("rope_local_base_freq", 1e4)}  # for Gemma 3
 
@@ -34,11 +34,6 @@ def common(fields: Fields, *, positions: int, kv_heads: int, activation: str, **
         "embedding_scale": found["width"] ** 0.5,
         "rounded_scale": True,
     }
-
-
-def kinds_of(fields: Fields, layers: int, period: int) -> tuple[str, ...]:
-    """Read the kinds of layers; if the field `layer_types` is absent, every `period`-th has no window."""
-    return layer_types(fields, [SLIDING if i % period else FULL for i in range(1, layers + 1)])
 
 
 def alternating(fields: Fields, kinds: Sequence[str]) -> dict[str, Any]:
@@ -82,7 +77,7 @@ class Gemma2(Gemma):
         options = common(fields, positions=8192, kv_heads=4, activation="hidden_activation")
         return Config(
             **options,
-            **alternating(fields, kinds_of(fields, options["layers"], 2)),
+            **alternating(fields, kinds_by_period(fields, options["layers"], 2)),
             attention_cap=cap(fields, "attn_logit_softcapping", 50.0),
             logit_cap=cap(fields, "final_logit_softcapping", 30.0),
         )
@@ -96,7 +91,8 @@ class Gemma3(Gemma2):
     @staticmethod
     def read(fields: Fields) -> Config:
         options = common(fields, positions=131072, kv_heads=4, activation="hidden_activation", one_rope=False)
-        kinds = kinds_of(fields, options["layers"], fields.int("sliding_window_pattern", default=6))
+        every = fields.int("sliding_window_pattern", default=6)
+        kinds = kinds_by_period(fields, options["layers"], every)
         return Config(
             **options,
             **alternating(fields, kinds),

@@ -10,10 +10,10 @@ from kernels.rows.checks import MOST_ROWS
 from models.checkpoint.fields import Fields
 from models.config import Config, LayerInputs, Streams, Uneven
 from models.decoder import Decoder
-from models.families.gemma import BASES, cap, kinds_of
+from models.families.gemma import BASES, cap
 from models.families.gemma4 import Gemma4, common, shared
 from models.names import Names
-from models.reading import ropes, windows
+from models.reading import kinds_by_period, ropes, windows
 
 SPARSE = (0.95,) * 10  # the shares of gates that are 0 in the first layers, of configs that do not say
 
@@ -31,7 +31,7 @@ class Gemma3n(Decoder):
     def read(fields: Fields) -> Config:
         options = common(fields, positions=32768, kv_heads=2, mlp_width=1)  # that of each layer is below
         layers, width, size = options["layers"], options["width"], fields.int("hidden_size_per_layer_input", 256)
-        kinds, widths = kinds_of(fields, layers, 5), mlp_widths(fields, layers)
+        kinds, widths = kinds_by_period(fields, layers, 5), mlp_widths(fields, layers)
         options["mlp_width"] = max(widths)
         sizes = ((options["kv_heads"], options["head_dim"]),) * layers
         count = fields.int("altup_num_inputs", 4, low=2, high=MOST_ROWS)

@@ -9,9 +9,9 @@ from kernels.experts.routing import Routing
 from models.checkpoint.fields import Fields
 from models.config import FULL, SLIDING, Config, Experts, LayerInputs, Uneven
 from models.decoder import Decoder
-from models.families.gemma import cap, kinds_of
+from models.families.gemma import cap
 from models.names import Names
-from models.reading import completed, rotary, windows
+from models.reading import completed, kinds_by_period, rotary, windows
 from models.rope import BUFFERS, KINDS, RopeConfig
 
 TABLES: Mapping[str, dict[str, Any]] = {
@@ -40,7 +40,7 @@ class Gemma4(Decoder):
             raise fields.error("use_bidirectional_attention", "null: a token that sees later ones is not supported")
         options = common(fields, positions=131072, kv_heads=4)
         layers, width, inner = options["layers"], options["width"], options["mlp_width"]
-        kinds = (*kinds_of(fields, layers, 6)[:-1], FULL)
+        kinds = (*kinds_by_period(fields, layers, 6)[:-1], FULL)
         sizes = heads(fields, kinds, options["heads"], options["kv_heads"], options["head_dim"])
         reads = shared(fields, kinds, 0)
         doubled = fields.bool("use_double_wide_mlp", default=False)

@@ -4,7 +4,7 @@ attention and MLP, and over all heads as one row."""
 from models.checkpoint.fields import Fields
 from models.config import FULL, SLIDING, Config
 from models.decoder import Decoder
-from models.reading import architecture, layer_types, ropes, rotary, window_of, windows
+from models.reading import architecture, kinds_by_period, ropes, rotary, window_of, windows
 
 BASE = 500000.0  # base of OLMo 3's rotary embedding
 
@@ -41,15 +41,12 @@ class Olmo(Decoder):
 
     @staticmethod
     def read(fields: Fields) -> Config:
-        third = architecture(fields).startswith(
-            "Olmo3"
-        )  # `rope_parameters` of OLMo 3 have an object for each kind of layer
-        plain = {
-            name: value for name, value in fields.config.items() if name not in ("rope_parameters", "rope_scaling")
-        }
-        options = rotary(Fields(plain, fields.file) if third else fields, positions=2048, eps=1e-5, bias=False)
+        third = architecture(fields).startswith("Olmo3")
+        # `rope_parameters` of OLMo 3 have an object for each kind of layer.
+        plain = fields.changed({"rope_parameters": None, "rope_scaling": None}) if third else fields
+        options = rotary(plain, positions=2048, eps=1e-5, bias=False)
         if third:
-            kinds = layer_types(fields, [FULL if (i + 1) % 4 == 0 else SLIDING for i in range(options["layers"])])
+            kinds = kinds_by_period(fields, options["layers"], 4)
             bases = {FULL: ("rope_theta", BASE), SLIDING: ("", BASE)}  # as transformers reads older files
             options["windows"] = windows(fields, kinds, window_of(fields, 4096))
             options["ropes"] = ropes(fields, kinds, options["head_dim"], options["max_positions"], bases)

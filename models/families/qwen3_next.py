@@ -8,10 +8,10 @@ from typing import Any
 
 from kernels.layout import DeltaKind
 from models.checkpoint.fields import Fields
-from models.config import FULL, RECURRENT, Config, Recurrent
+from models.config import RECURRENT, Config, Recurrent
 from models.decoder import Decoder
 from models.families.qwen_moe import experts_by_step
-from models.reading import layer_types, rotary
+from models.reading import kinds_by_period, rotary
 from models.rope import BUFFERS
 
 BESIDE = tuple(map(re.compile, (r"mtp\..+", r"model\.visual\..+")))  # draft layers and encoders, unused for text
@@ -22,9 +22,8 @@ def common(fields: Fields, *, kv_heads: int, interleaved: bool = False, **sizes:
     found = rotary(
         fields, positions=32768, kv_heads=kv_heads, head_dim=256, partial=0.25, eps=1e-6, bias=False, **sizes
     )
-    step = fields.int("full_attention_interval", default=4)
-    default = [RECURRENT if i % step else FULL for i in range(1, found["layers"] + 1)]
-    kinds = layer_types(fields, default, (FULL, RECURRENT))
+    every = fields.int("full_attention_interval", default=4)
+    kinds = kinds_by_period(fields, found["layers"], every, RECURRENT)
     return found | {
         "recurrent": recurrent(fields, kinds, interleaved) if RECURRENT in kinds else None,
         "plus_one": True,
