@@ -73,24 +73,7 @@ class Partition:
         if shard.size == 1:
             ordered = c.query_gate == "below" or c.grouped_qkv != "" or c.interleaved
             return Partition(c, qkv=_qkv(c, range(c.heads), range(c.kv_heads)) if ordered else None)
-        if c.experts is not None:
-            raise CheckpointError(
-                "mixtures of experts cannot be divided among processes", where=where, remedy="start one process"
-            )
-        if c.latent is not None:
-            raise CheckpointError(
-                "multi-head latent attention cannot be divided among processes", where=where, remedy="start one process"
-            )
-        if c.recurrent is not None:
-            raise CheckpointError(
-                "recurrent layers cannot be divided among processes", where=where, remedy="start one process"
-            )
-        if c.uneven or c.layer_inputs:
-            raise CheckpointError(
-                "layers that differ, share keys or have inputs of their own cannot be divided among processes",
-                where=where,
-                remedy="start one process",
-            )
+        _check_whole(c, where)
         _check_heads(c, shard, where)
         D, M, heads = c.head_dim, c.mlp_width, part(c.heads, shard)
         kv = part(c.kv_heads, shard)
@@ -115,6 +98,18 @@ class Partition:
             k_norm=k_norm if c.head_norms in ("all", "own") else None,
             vocab=None if c.scores or c.vocab_size < shard.size**2 else vocab,
         )
+
+
+def _check_whole(c: Config, where: str) -> None:
+    """Raise CheckpointError if the model has a part that no process can have a share of."""
+    for what, present in (
+        ("mixtures of experts", c.experts),
+        ("multi-head latent attention", c.latent),
+        ("recurrent layers", c.recurrent),
+        ("layers that differ, share keys or have inputs of their own", c.uneven or c.layer_inputs),
+    ):
+        if present is not None:
+            raise CheckpointError(f"{what} cannot be divided among processes", where=where, remedy="start one process")
 
 
 def _check_heads(c: Config, shard: Shard, where: str) -> None:
