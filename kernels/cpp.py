@@ -40,9 +40,8 @@ __all__ = [
 
 SOURCES = sorted(Path(__file__).parent.glob("*/*.cpp"))
 HEADERS = sorted(Path(__file__).parent.rglob("*.h"))
-SHARED = Path(__file__).with_name(
-    "vectors.h"
-)  # parsed once for all: with what it includes, half the time of some sources
+# Parsed once for all: with what it includes, half the time of some sources.
+SHARED = Path(__file__).with_name("vectors.h")
 # The sources that take the longest to compile, by time.
 LONGEST = "linear/tables.cpp", "linear/groups.cpp", "tree_attention/native.cpp", "linear/native.cpp"
 FLAGS = (

@@ -49,10 +49,7 @@ class TreeLayout:
     impl: str = "torch"  # which implementation of the operators the engine chose
     rows: str | None = None  # implementation of the operators on rows; None: `impl`
     ancestors_TN: Tensor | None = None  # int64, slots of the latest ancestors, parents first; NULL_SLOT where none is
-    adapters_T: Tensor | None = (
-        None  # int64, on the host: the number of each token's adapter; 0, or no tensor: it has none
-    )
-
+    adapters_T: Tensor | None = None  # int64, on the host: the number of each token's adapter; 0, or None: it has none
     paths: "DeltaPaths | None" = None  # of recurrent layers; None: the model has none
 
     @property

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-FUSED = (
+FUSED = (  # compilers get their definitions to fuse
     "rms_norm",
     "layer_norm",
     "rotary",
@@ -21,7 +21,7 @@ FUSED = (
     "sparsify",
     "add_weighted",
     "sigmoid_mul",
-)  # compilers get their definitions to fuse
+)
 
 
 def register(name: str, run: Callable[..., Any], fake: Callable[..., Any], *, mutates: Sequence[str] = ()) -> None:

@@ -47,9 +47,8 @@ class RopeConfig:
     growth_length: int = 1
     growth_start: int = 0  # added to the position there
     backwards: bool = False  # rotations have the opposite sign (nanochat)
-    odd: bool = (
-        False  # the share of a head is an odd number of dims: one more is rotated, by the frequencies of that number
-    )
+    # The share of a head is an odd number of dims: one more is rotated, by the frequencies of that number.
+    odd: bool = False
 
     @property
     def divisor(self) -> int:

@@ -58,7 +58,7 @@ READ = {  # the keys above that each architecture reads
     "muse-glimmer": ("logit_scale", CAPS[1]),
     **LATER_READ,
 }
-INTERLEAVED = (
+INTERLEAVED = (  # rows of queries and keys are in the order of interleaved rotation
     "llama",
     "granite",
     "granitemoe",
@@ -73,7 +73,7 @@ INTERLEAVED = (
     "minicpm",
     "internlm2",
     "muse-glimmer",
-)  # rows of queries and keys are in the order of interleaved rotation
+)
 DTYPES = {"F32": "float32", "F16": "float16", "BF16": "bfloat16"}
 
 

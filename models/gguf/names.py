@@ -148,7 +148,7 @@ _FALCON_H1 = {
     "output_norm": "model.final_layernorm",
     "blk.ffn_norm": "pre_ff_layernorm.weight",
 }
-BARE = (
+BARE = (  # checkpoints' names with these ends have no further suffix
     "expert_bias",
     "e_score_correction_bias",
     ".sinks",
@@ -160,7 +160,7 @@ BARE = (
     "layer_scalar",
     "correct_output_scale",
     "pre_ff_layernorm.weight",
-)  # checkpoints' names with these ends have no further suffix
+)
 _MAMBA = {
     "token_embd": "model.embeddings",
     "output_norm": "model.norm_f",

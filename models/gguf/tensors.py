@@ -36,7 +36,7 @@ INTEGERS = {"I8": torch.int8, "I16": torch.int16, "I32": torch.int32, "I64": tor
 WORDS = torch.int64, torch.int32, torch.int16, torch.uint8
 FORMATS = BLOCKS | {"I2_S": I2_S}
 SUPPORTED = ", ".join([*FLOATS, *FORMATS])
-PLUS_ONE = (
+PLUS_ONE = (  # architectures whose norms are stored as 1 + weight
     "gemma",
     "gemma2",
     "gemma3",
@@ -45,7 +45,7 @@ PLUS_ONE = (
     "qwen35",
     "qwen35moe",
     "muse-glimmer",
-)  # architectures whose norms are stored as 1 + weight
+)
 STREAMS = re.compile(r"model\.altup_(unembed_)?projections\..+")  # one matrix for each
 # Frequencies, which are in the configuration, and scales of activations, which are not rounded.
 IGNORED = *FACTORS, "attn_rot_embd.weight", ".input_scale"
