@@ -90,8 +90,7 @@ def routed(
     Raises:
         ValueError: tensors that do not fit together, or an unknown impl.
     """
-    if impl not in OF_ROUTED:
-        raise ValueError(f"impl: expected one of {', '.join(OF_ROUTED)}, got {impl!r}")
+    checks.implementation(impl, OF_ROUTED)
     checks.floats("x_TE", x_TE, 2)
     (T, E), dtype, device = x_TE.shape, x_TE.dtype, x_TE.device
     X, inner = up.count, down.width

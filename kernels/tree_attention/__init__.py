@@ -57,7 +57,15 @@ def tree_attention(
     """
     impl = impl or layout.impl
     checks.implementation(impl, IMPLEMENTATIONS)
-    _check(q_THD, k_GSD, v_GSD, layout, window, cap, sinks_H, slopes_H, impl)
+    checks.queries(q_THD, k_GSD, v_GSD, window, cap, sinks_H, slopes_H)
+    if layout.positions_T.shape[0] != q_THD.shape[0]:
+        raise ValueError(f"expected a layout of {q_THD.shape[0]} tokens, got {layout.positions_T.shape[0]}")
+    if impl == "cpp":
+        checks.native(q_THD)
+        checks.native_cache(k_GSD)
+        native.seen(layout, k_GSD.shape[1])  # which C++ checks, quicker than `fits`, and keeps with the layout
+    else:
+        checks.fits(layout, k_GSD.shape[1], k_GSD.device)
     checks.unread(q_THD, k_GSD, v_GSD, unread)
     if impl == "triton":
         from kernels.tree_attention import triton  # absent on some machines, and slow to import
@@ -71,25 +79,3 @@ def tree_attention(
         return ops.coppice.tree_attention_cpp(q_THD, k_GSD, v_GSD, layout.seen, scale, window, cap, sinks_H, slopes_H)
     seen = native.seen(layout, k_GSD.shape[1])
     return native.attend(q_THD, k_GSD, v_GSD, seen, scale, window, cap, sinks_H, slopes_H)
-
-
-def _check(
-    q_THD: Tensor,
-    k_GSD: Tensor,
-    v_GSD: Tensor,
-    layout: TreeLayout,
-    window: int | None,
-    cap: float | None,
-    sinks_H: Tensor | None,
-    slopes_H: Tensor | None,
-    impl: str,
-) -> None:
-    checks.queries(q_THD, k_GSD, v_GSD, window, cap, sinks_H, slopes_H)
-    if layout.positions_T.shape[0] != q_THD.shape[0]:
-        raise ValueError(f"expected a layout of {q_THD.shape[0]} tokens, got {layout.positions_T.shape[0]}")
-    if impl == "cpp":
-        checks.native(q_THD)
-        checks.native_cache(k_GSD)
-        native.seen(layout, k_GSD.shape[1])  # which C++ checks, quicker than `fits`, and keeps with the layout
-    else:
-        checks.fits(layout, k_GSD.shape[1], k_GSD.device)
