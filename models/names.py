@@ -167,12 +167,6 @@ class Names:
         if c.embedding_width:
             into, out_of = self.project
             shapes |= {f"{into}.weight": (c.width, embedding_width), f"{out_of}.weight": (embedding_width, c.width)}
-
-        def add(name: str, shape: tuple[int, ...], bias: bool) -> None:
-            shapes[f"{name}.weight"] = shape[::-1] if self.transposed else shape
-            if bias:
-                shapes[f"{name}.bias"] = shape[:1]
-
         if inputs := c.layer_inputs:
             every = c.layers * inputs.width
             shapes[f"{self.input_table}.weight"] = inputs.vocab_size, every
@@ -180,74 +174,94 @@ class Names:
             shapes[f"{self.input_norm}.weight"] = (inputs.width,)
         for name in self.streams_of(c, self.streams_in) + self.streams_of(c, self.streams_out):
             shapes[f"{name}.weight"] = c.width, c.width
-        biased = c.norm_bias and not c.rms
         for i in range(c.layers):
-            layer = self.layer.format(i)
-            for name, size in self.norms(c, i).items():
-                if c.affine:
-                    add(layer + name, (size,), biased)
-            for name, size in self.norms_of_heads(c, i).items():
-                if c.affine:
-                    add(layer + name, size, biased and c.head_norms != "own")
-            if c.recurrent is not None and c.recurs(i):
-                made = {ScanKind: self.scan, ChannelKind: self.by_channels}.get(type(c.recurrent.kind), self.delta)
-                shapes |= {layer + name: shape for name, shape in made(c, c.recurrent).items()}
-            if c.convs is not None and c.convolves(i):
-                shapes_of = (3 * c.width, c.width), (c.width, 1, c.convs.taps[i]), (c.width, c.width)
-                for name, shape in zip(self.conv, shapes_of, strict=True):
-                    add(layer + name, shape, c.convs.bias)
-            elif c.latent is not None and c.attends(i):
-                for name, (shape, bias) in self.latents(c, c.latent).items():
-                    add(layer + name, shape, bias)
-                if c.head_gates:
-                    add(layer + self.head_gate, (c.heads, c.width), False)
-            elif c.shared is not None and c.attends(i):
-                shapes |= {f"{layer}{name}": shape for name, shape in self.block(c, c.shared, i).items()}
-            elif c.attends(i):
-                for name, outs in self.heads(c, i).items():
-                    add(layer + name, (outs, c.width), c.attention_bias)
-                q = c.query_heads(i) * c.kv_size(i)[1]
-                add(layer + self.out, (c.width, q), c.has_out_bias(i))
-                if c.sinks:
-                    shapes[layer + self.sinks] = (c.query_heads(i),)
-                if c.head_gates:
-                    add(layer + self.head_gate, (c.query_heads(i), c.width), False)
-            if inputs is not None:
-                add(layer + self.input_gate, (inputs.width, c.width), False)
-                add(layer + self.input_out, (c.width, inputs.width), False)
-            if streams := c.streams:
-                add(layer + self.stream_router, (streams.count, c.width), False)
-                add(layer + self.predict, (streams.count**2, streams.count), False)
-                add(layer + self.correct, (streams.count, streams.count), False)
-                shapes |= {layer + self.stream_scale: (c.width,)} if streams.scaled else {}
-            for name, shape in zip(self.laurel, ((c.laurel, c.width), (c.width, c.laurel)), strict=True):
-                if c.laurel:
-                    add(layer + name, shape, False)
-            if c.layer_scales:
-                shapes[layer + self.layer_scale] = (1,)
-            if not c.has("mlp", i):
-                continue
-            if c.experts is not None and c.mixed(i):
-                shapes |= {layer + name: shape for name, shape in self.mixture(c).items()}
-                if not c.experts.beside_mlp:
-                    continue
-            up = (2 if c.gated else 1) * c.inner(i)
-            for name in self.up:
-                add(layer + name, (up // len(self.up), c.width), c.mlp_bias)
-            add(layer + self.down, (c.width, c.inner(i)), c.mlp_bias)
-            if c.activation == XIELU:
-                shapes |= {f"{layer}{self.curve}.{part}": shape for part, shape in CURVE.items()}
+            shapes |= {self.layer.format(i) + name: shape for name, shape in self.of_layer(c, i).items()}
+        biased = c.norm_bias and not c.rms
         if c.final_norm and c.affine:
-            add(self.norm, (c.width,), biased)
+            shapes |= self._stored(self.norm, (c.width,), biased)
         if c.embedding_norm and self.embedding_norm:
-            add(self.embedding_norm, (c.width,), biased)
+            shapes |= self._stored(self.embedding_norm, (c.width,), biased)
         if c.head_dense:
-            add(self.head_dense, (c.width, c.width), c.head_dense_bias)
-            add(self.head_dense_norm, (c.width,), biased)
+            shapes |= self._stored(self.head_dense, (c.width, c.width), c.head_dense_bias)
+            shapes |= self._stored(self.head_dense_norm, (c.width,), biased)
         if c.scores:
             return shapes | {f"{SCORE}.weight": (1, embedding_width)}
         bias = {f"{HEAD}.bias": (c.vocab_size,)} if c.head_bias else {}
         return shapes | {f"{HEAD}.weight": (c.vocab_size, embedding_width)} | bias
+
+    def of_layer(self, c: Config, i: int) -> dict[str, tuple[int, ...]]:
+        """Return the tensors of a layer: names after `layer`, and shapes."""
+        shapes: dict[str, tuple[int, ...]] = {}
+        biased = c.norm_bias and not c.rms
+        if c.affine:
+            for name, size in self.norms(c, i).items():
+                shapes |= self._stored(name, (size,), biased)
+            for name, size in self.norms_of_heads(c, i).items():
+                shapes |= self._stored(name, size, biased and c.head_norms != "own")
+        shapes |= self.attention(c, i)
+        if inputs := c.layer_inputs:
+            shapes |= self._stored(self.input_gate, (inputs.width, c.width))
+            shapes |= self._stored(self.input_out, (c.width, inputs.width))
+        if streams := c.streams:
+            shapes |= self._stored(self.stream_router, (streams.count, c.width))
+            shapes |= self._stored(self.predict, (streams.count**2, streams.count))
+            shapes |= self._stored(self.correct, (streams.count, streams.count))
+            shapes |= {self.stream_scale: (c.width,)} if streams.scaled else {}
+        if c.laurel:
+            for name, shape in zip(self.laurel, ((c.laurel, c.width), (c.width, c.laurel)), strict=True):
+                shapes |= self._stored(name, shape)
+        if c.layer_scales:
+            shapes[self.layer_scale] = (1,)
+        return shapes | self.mlp(c, i) if c.has("mlp", i) else shapes
+
+    def attention(self, c: Config, i: int) -> dict[str, tuple[int, ...]]:
+        """Return the tensors of a layer's attention, or of what stands in its place: names after `layer`, and
+        shapes."""
+        shapes: dict[str, tuple[int, ...]] = {}
+        if c.recurrent is not None and c.recurs(i):
+            made = {ScanKind: self.scan, ChannelKind: self.by_channels}.get(type(c.recurrent.kind), self.delta)
+            shapes |= made(c, c.recurrent)
+        if c.convs is not None and c.convolves(i):
+            shapes_of = (3 * c.width, c.width), (c.width, 1, c.convs.taps[i]), (c.width, c.width)
+            for name, shape in zip(self.conv, shapes_of, strict=True):
+                shapes |= self._stored(name, shape, c.convs.bias)
+        elif c.latent is not None and c.attends(i):
+            for name, (shape, bias) in self.latents(c, c.latent).items():
+                shapes |= self._stored(name, shape, bias)
+            if c.head_gates:
+                shapes |= self._stored(self.head_gate, (c.heads, c.width))
+        elif c.shared is not None and c.attends(i):
+            shapes |= self.block(c, c.shared, i)
+        elif c.attends(i):
+            for name, outs in self.heads(c, i).items():
+                shapes |= self._stored(name, (outs, c.width), c.attention_bias)
+            q = c.query_heads(i) * c.kv_size(i)[1]
+            shapes |= self._stored(self.out, (c.width, q), c.has_out_bias(i))
+            if c.sinks:
+                shapes[self.sinks] = (c.query_heads(i),)
+            if c.head_gates:
+                shapes |= self._stored(self.head_gate, (c.query_heads(i), c.width))
+        return shapes
+
+    def mlp(self, c: Config, i: int) -> dict[str, tuple[int, ...]]:
+        """Return the tensors of a layer's MLP, or of its experts: names after `layer`, and shapes."""
+        shapes: dict[str, tuple[int, ...]] = {}
+        if c.experts is not None and c.mixed(i):
+            shapes |= self.mixture(c)
+            if not c.experts.beside_mlp:
+                return shapes
+        up = (2 if c.gated else 1) * c.inner(i)
+        for name in self.up:
+            shapes |= self._stored(name, (up // len(self.up), c.width), c.mlp_bias)
+        shapes |= self._stored(self.down, (c.width, c.inner(i)), c.mlp_bias)
+        if c.activation == XIELU:
+            shapes |= {f"{self.curve}.{part}": shape for part, shape in CURVE.items()}
+        return shapes
+
+    def _stored(self, name: str, shape: tuple[int, ...], bias: bool = False) -> dict[str, tuple[int, ...]]:
+        """Return a weight as the checkpoint has it, and its bias."""
+        weight = {f"{name}.weight": shape[::-1] if self.transposed else shape}
+        return weight | {f"{name}.bias": shape[:1]} if bias else weight
 
     def streams_of(self, c: Config, name: str) -> list[str]:
         """The matrices of all streams but the first."""
@@ -388,13 +402,11 @@ class Names:
         )
         matrices = (name for name, shape in self.tensors(c).items() if len(shape) == 2 and name not in others)
         layer = self.layer.partition("{")[0]
-        embedding = {f"{name}.weight": EMBEDDING for name in (self.embedding, *self._input_tables(c))}
+        tables = (self.embedding, self.input_table) if c.layer_inputs else (self.embedding,)
+        embedding = {f"{name}.weight": EMBEDDING for name in tables}
         return embedding | {
             name: TRANSPOSED if self.transposed and name.startswith(layer) else LINEAR for name in matrices
         }
-
-    def _input_tables(self, c: Config) -> tuple[str, ...]:
-        return (self.input_table,) if c.layer_inputs else ()
 
     def norms(self, c: Config, layer: int) -> dict[str, int]:
         """Return the norms of a layer, except those of heads, and the sizes of their vectors."""
