@@ -40,8 +40,6 @@ from models.shape import ModelShape
 from models.shared_blocks import uses_of_blocks
 from models.streams import StreamEnds
 
-LATENT = "multi-head latent attention"
-
 
 class HeadDense(nn.Module):
     """A matrix, an activation and a norm, which make the head's inputs of hidden rows (`Config.head_dense`)."""
@@ -130,21 +128,8 @@ class Decoder(nn.Module):
         if not self.uneven:
             check_layers_alike(checkpoint.fields)
         c, names = self.read(checkpoint.fields), self.names
-        if c.experts is not None and device.type != "cpu" and checkpoint.packing is not None:
-            raise CheckpointError(
-                "mixtures of experts that were packed ahead run on a CPU only",
-                where=str(checkpoint.folder),
-                remedy="Use --device cpu, or give the checkpoint that they were packed from.",
-            )
-        wide = max(size for _, size in map(c.kv_size, range(c.layers))) > same_bits.MOST_HEAD
-        if (c.latent is not None or c.streams is not None or wide) and device.type != "cpu" and same_bits.asked():
-            what = f"attention of heads of more than {same_bits.MOST_HEAD} elements" if wide else LATENT
-            what = what if c.streams is None else "a model of several residual streams"
-            raise CheckpointError(
-                f"{what} does not give the same bits in any batch on a GPU",
-                where=str(checkpoint.folder),
-                remedy=f"Do not set {same_bits.NAME}, or use --device cpu.",
-            )
+        if device.type != "cpu":
+            _check_for_gpu(c, checkpoint)
         tied = {f"{HEAD}.weight": f"{names.embedding}.weight"} if c.tied and not c.scores else {}
         shapes = names.tensors(c)
         stored = checkpoint.check(shapes, ignore=self.ignored, tied=tied, base=self.base, kinds=names.kinds(c))
@@ -380,3 +365,26 @@ class Decoder(nn.Module):
         after = [call._replace(target="stream") for call in self.after]
         c = self.config
         return Stack([*calls, *after], dtype=self.dtype, width=c.width, streams=c.streams.count if c.streams else 0)
+
+
+def _check_for_gpu(c: Config, checkpoint: Checkpoint) -> None:
+    """Raise CheckpointError for what only a CPU does."""
+    if c.experts is not None and checkpoint.packing is not None:
+        raise CheckpointError(
+            "mixtures of experts that were packed ahead run on a CPU only",
+            where=str(checkpoint.folder),
+            remedy="Use --device cpu, or give the checkpoint that they were packed from.",
+        )
+    if not same_bits.asked():
+        return
+    what = "multi-head latent attention" if c.latent is not None else ""
+    if max(size for _, size in map(c.kv_size, range(c.layers))) > same_bits.MOST_HEAD:
+        what = f"attention of heads of more than {same_bits.MOST_HEAD} elements"
+    if c.streams is not None:
+        what = "a model of several residual streams"
+    if what:
+        raise CheckpointError(
+            f"{what} does not give the same bits in any batch on a GPU",
+            where=str(checkpoint.folder),
+            remedy=f"Do not set {same_bits.NAME}, or use --device cpu.",
+        )
