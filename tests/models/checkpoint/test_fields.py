@@ -21,6 +21,9 @@ def test_values_pass():
     nested = read.sub("nested")
     assert nested is not None and nested.float("y") == 0.5
     assert read.sub("empty") is None and read.sub("absent") is None
+    assert read.within("nested").float("y") == 0.5
+    with pytest.raises(CheckpointError, match=r"^absent\.y: expected a value, got nothing"):
+        read.within("absent").float("y")
     assert read.ids("ids") == {1, 2} and read.ids("id") == {0} and read.ids("none") == frozenset()
 
 
