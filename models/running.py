@@ -292,10 +292,11 @@ def _turn_and_write(together: Together, r: Registers) -> None:
 
 
 def _absorb_and_write(together: Together, r: Registers) -> None:
-    """Rotate queries and the cached row of each token, and write that row."""
-    absorbing, rotation, write = together.calls
-    rows, angles, kept = (r[absorbing.source], r["latent"]), r.angles[rotation.table], r.cache.layers[write.table]
-    r["heads"] = [absorbing.latent.absorb_and_write(kept[0], *rows, angles, r.layout.write_slots_T)]
+    """Rotate queries and the cached row of each token, unless the model rotates none, and write that row."""
+    absorbing, *rotations, write = together.calls
+    angles = r.angles[rotations[0].table] if rotations else ()
+    k_GSD, latent = r.cache.layers[write.table][0], absorbing.latent
+    r["heads"] = [latent.absorb_and_write(k_GSD, r[absorbing.source], r["latent"], angles, r.layout.write_slots_T)]
 
 
 def _add_and_norm(together: Together, r: Registers) -> None:
@@ -313,7 +314,7 @@ def _add_and_norm(together: Together, r: Registers) -> None:
         r[last.target] = read_TE
 
 
-LATENT = ["absorb", "rotate", "write"]
+LATENT = ["absorb", "rotate", "write"], ["absorb", "write"]
 
 
 def fused(calls: Sequence[Call]) -> "list[Call | Together]":
@@ -321,8 +322,9 @@ def fused(calls: Sequence[Call]) -> "list[Call | Together]":
     found: list[Call | Together] = []
     start = 0
     while start < len(calls):
-        if [call.code for call in calls[start : start + 3]] == LATENT:
-            end = start + len(LATENT)
+        codes = [call.code for call in calls[start : start + 3]]
+        if latent := next((some for some in LATENT if codes[: len(some)] == some), None):
+            end = start + len(latent)
             found.append(Together("latent", calls[start:end]))
         elif (end := _end_of_turns(calls, start) or _end_of_sums(calls, start)) is None:
             found.append(calls[start])

@@ -61,7 +61,8 @@ def absorb_and_write(
     Args:
         k_GSD: one layer's cache, contiguous, of one head of R + C elements; of 8 bits: see `kernels.kv_kinds`.
         queries_TF, latent_TF, heads: as of `absorb`.
-        angles: cos_TR and sin_TR of keys and queries, or of keys and then of queries, see `kernels.rows.rotary`.
+        angles: cos_TR and sin_TR of keys and queries, or of keys and then of queries, see `kernels.rows.rotary`; none:
+            nothing is rotated.
         slots_T: see `kernels.kv_write.kv_write`.
         impl: "reference" (the definition) or "triton" (a batched matrix multiplication and one launch); other
             implementations use separate operators.
@@ -78,8 +79,8 @@ def absorb_and_write(
     _check(queries_TF, latent_TF, heads)
     key_TGD = latent_TF.unsqueeze(1)
     checks.kv_write(k_GSD, k_GSD, key_TGD, key_TGD, slots_T)
-    if len(angles) not in (2, 4):
-        raise ValueError(f"angles: expected 2 or 4, got {len(angles)}")
+    if len(angles) not in (0, 2, 4):
+        raise ValueError(f"angles: expected 0, 2 or 4, got {len(angles)}")
     for x in angles:
         checks.expect("angles", x, dtype, (len(slots_T), sizes.rotated), slots_T.device, contiguous=False)
     if slots_T.is_cpu:

@@ -36,9 +36,10 @@ def absorb_and_write(
     """See the front for arguments."""
     rows = absorb(queries_TF, latent_TF, heads).unflatten(1, (-1, heads.sizes.width))
     q_THD, key_TGD = rows.split([heads.sizes.heads, 1], 1)
-    key_TGD = rotary(key_TGD, *angles[:2])
+    if angles:
+        q_THD, key_TGD = rotary(q_THD, *angles[-2:]), rotary(key_TGD, *angles[:2])
     kv_write(k_GSD, k_GSD, key_TGD, key_TGD, slots_T, impl="reference")
-    return rotary(q_THD, *angles[-2:])
+    return q_THD
 
 
 def expand(mixed_TF: Tensor, heads: LatentHeads) -> Tensor:

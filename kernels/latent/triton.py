@@ -37,12 +37,12 @@ def absorb_and_write(
     H, N, R, C = sizes.heads, sizes.plain, sizes.rotated, sizes.rank
     out_THD = torch.empty(T, H, sizes.width, dtype=queries_TF.dtype, device=queries_TF.device)
     heads.by_keys(queries_TF.view(T, H, N + R)[..., :N], out_THD[..., R:])
-    R2, angles = triton.next_power_of_2(R), [x.contiguous() for x in angles]
+    R2, turned = triton.next_power_of_2(R), [x.contiguous() for x in angles] or [heads.norm_C] * 2  # never read
     M = min(triton.next_power_of_2(H), max(1, ELEMENTS // R2))
     launch(_turn, T, 1 + triton.cdiv(H, M))(
-        queries_TF, latent_TF, heads.norm_C, *angles[:2], *angles[-2:], k_GSD, out_THD, slots_T, k_GSD.stride(0),
+        queries_TF, latent_TF, heads.norm_C, *turned[:2], *turned[-2:], k_GSD, out_THD, slots_T, k_GSD.stride(0),
         sizes.eps,
-        H=H, N=N, R=R, R2=R2, C=C, D2=triton.next_power_of_2(R + C), M=M, PAIRS=sizes.interleaved,
+        H=H, N=N, R=R, R2=R2, C=C, D2=triton.next_power_of_2(R + C), M=M, PAIRS=sizes.interleaved, TURN=bool(angles),
     )  # fmt: skip
     return out_THD
 
@@ -51,9 +51,10 @@ def absorb_and_write(
 def _turn(
     q_ptr, latent_ptr, norm_ptr, cos_ptr, sin_ptr, q_cos_ptr, q_sin_ptr, k_ptr, out_ptr, slots_ptr, stride_kg, eps,
     H: tl.constexpr, N: tl.constexpr, R: tl.constexpr, R2: tl.constexpr, C: tl.constexpr, D2: tl.constexpr,
-    M: tl.constexpr, PAIRS: tl.constexpr, EARLY: tl.constexpr = False,
+    M: tl.constexpr, PAIRS: tl.constexpr, TURN: tl.constexpr, EARLY: tl.constexpr = False,
 ):  # fmt: skip
-    """One token: what is rotated of M heads' queries; or, the first program, the row of its slot."""
+    """One token: what is rotated of M heads' queries; or, the first program, the row of its slot. Unless `TURN`, the
+    elements are only brought into their order."""
     after_the_last(EARLY)
     t, part = tl.program_id(0).to(tl.int64), tl.program_id(1)
     dtype: tl.constexpr = out_ptr.dtype.element_ty
@@ -66,7 +67,8 @@ def _turn(
         x_D *= tl.load(norm_ptr + d_D - R, mask=plain_D, other=0.0).to(tl.float32) / tl.sqrt(
             tl.sum(x_D * x_D, 0) / C + eps
         )
-        key_1D = _rotated((latent_ptr + C)[None], cos_ptr + t * R, sin_ptr + t * R, d_D, turned_D[None, :], R, PAIRS)
+        at_1 = (latent_ptr + C)[None]
+        key_1D = _rotated(at_1, cos_ptr + t * R, sin_ptr + t * R, d_D, turned_D[None, :], R, PAIRS, TURN)
         row_1D = cast(tl.where(turned_D[None, :], key_1D, x_D[None, :]), dtype)
         first_1 = tl.arange(0, 1)
         slot_1 = tl.load(slots_ptr + t + first_1)
@@ -75,17 +77,21 @@ def _turn(
         h_M, r_R = ((part - 1) * M + tl.arange(0, M)).to(tl.int64), tl.arange(0, R2)
         real_MR = (h_M < H)[:, None] & (r_R < R)[None, :]
         at_M = q_ptr + (t * H + h_M) * (N + R) + N
-        q_MR = _rotated(at_M, q_cos_ptr + t * R, q_sin_ptr + t * R, r_R, real_MR, R, PAIRS)
+        q_MR = _rotated(at_M, q_cos_ptr + t * R, q_sin_ptr + t * R, r_R, real_MR, R, PAIRS, TURN)
         tl.store(out_ptr + ((t * H + h_M) * D)[:, None] + r_R[None, :], cast(q_MR, dtype), mask=real_MR)
 
 
 @triton.jit
-def _rotated(at_M, cos_ptr, sin_ptr, r_R, real_MR, R: tl.constexpr, PAIRS: tl.constexpr):
-    """Rows that begin at these places, rotated, in float32. Both halves of the result lie apart, wherever the elements
-    that are rotated with each other lie."""
+def _rotated(
+    at_M, cos_ptr, sin_ptr, r_R, real_MR, R: tl.constexpr, PAIRS: tl.constexpr, TURN: tl.constexpr
+):  # fmt: skip
+    """Rows that begin at these places, rotated if `TURN`, in float32. Both halves of the result lie apart, wherever the
+    elements that are rotated with each other lie."""
+    x_MR = tl.load(at_M[:, None] + _place(r_R, R, PAIRS)[None, :], mask=real_MR, other=0.0).to(tl.float32)
+    if not TURN:
+        return x_MR
     first_R = r_R < R // 2
     other_R = tl.where(first_R, r_R + R // 2, r_R - R // 2)
-    x_MR = tl.load(at_M[:, None] + _place(r_R, R, PAIRS)[None, :], mask=real_MR, other=0.0).to(tl.float32)
     y_MR = tl.load(at_M[:, None] + _place(other_R, R, PAIRS)[None, :], mask=real_MR, other=0.0).to(tl.float32)
     cos_R = tl.load(cos_ptr + r_R, mask=r_R < R, other=0.0).to(tl.float32)
     sin_R = tl.load(sin_ptr + r_R, mask=r_R < R, other=0.0).to(tl.float32)

@@ -156,13 +156,14 @@ def writes(capability):
         yield compile(kv_write._write_rows, capability, types | {"k_ptr": kind, "v_ptr": kind}, sizes, num_warps=1)
 
 
-def before_latents(capability, heads, cache=None):
-    """The kernel between the product of heads and attention, in the shape of DeepSeek-V2-Lite."""
+def before_latents(capability, heads, cache=None, turned=True):
+    """The kernel between the product of heads and attention, in the shape of DeepSeek-V2-Lite; not turned: of Kimi
+    Linear."""
     pointers = {name for name in on_latents._turn.arg_names if name.endswith("_ptr")}
     types = dict.fromkeys(pointers, "*bf16") | {"slots_ptr": "*i64", "k_ptr": BYTES.get(cache, "*bf16")}
     types |= {"stride_kg": "i64", "eps": "fp32"}
     M = min(heads, on_latents.ELEMENTS // 64)
-    sizes = {"H": heads, "N": 128, "R": 64, "R2": 64, "C": 512, "D2": 1024, "M": M, "PAIRS": True}
+    sizes = {"H": heads, "N": 128, "R": 64, "R2": 64, "C": 512, "D2": 1024, "M": M, "PAIRS": turned, "TURN": turned}
     return compile(on_latents._turn, capability, types, sizes)
 
 
@@ -541,6 +542,7 @@ for capability in (90, 100):
     for kernels in (merges, writes, partial(around_fixed, trees=16), partial(around_experts, experts=128, chosen=8)):
         list(kernels(capability))
     before_latents(capability, 16)
+    unspilled(before_latents(capability, 32, turned=False))
     turn(capability, 128, 1)
     product(capability, 4, 16, group=32)
     floats(capability, torch.bfloat16)

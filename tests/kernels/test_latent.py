@@ -127,6 +127,7 @@ WRITES = [  # sizes, dtype, cache, tables of angles
     (LatentSizes(40, 3, 64, 96, 5, 1e-6, True), torch.bfloat16, None, 2),
     (KINDS[0], torch.float16, torch.int8, 4),
     (KINDS[0], torch.bfloat16, FP8, 2),
+    *((sizes, torch.float32, None, 0) for sizes in KINDS),
 ]
 
 
@@ -171,7 +172,7 @@ def test_what_does_not_fit_is_refused():
     cache = torch.zeros(1, 9, sizes.width)
     for bad, what in (
         ((cache[..., 1:].contiguous(), angles, slots_T), "k_TGD"),
-        ((cache, angles[:1], slots_T), "angles: expected 2 or 4, got 1"),
+        ((cache, angles[:1], slots_T), "angles: expected 0, 2 or 4, got 1"),
         ((cache, [x[:, 1:] for x in angles], slots_T), "angles: expected"),
         ((cache, angles, slots_T + 1), "slots_T: expected slots from 0 to 8, got 9"),
     ):

@@ -25,7 +25,7 @@ from tools.pack import pack
 
 CPU = torch.device("cpu")
 PLAIN, GROUPS, THREE, GLM = (f"deepseek/{name}" for name in ("plain", "groups", "three", "glm"))
-GROWN = "mistral/mistral4"
+GROWN, UNROTATED = "mistral/mistral4", "kimi_linear/kinds"
 KV_B = "model.layers.1.self_attn.kv_b_proj"
 
 
@@ -41,6 +41,13 @@ def test_the_cache_keeps_a_latent_and_a_key_of_each_token():
     assert pool.cache.k_LGSD.shape[0] == layers and pool.cache.k_LGSD.shape[1:] == (1, pool.cache.k_LGSD.shape[2], 24)
     small = load(GOLDEN / PLAIN, kv_dtype="int8").pool
     assert small.bytes_per_token == layers * (16 + 8 + 2)
+
+
+@pytest.mark.parametrize("variant", [PLAIN, UNROTATED])
+def test_one_operator_prepares_attention_on_a_gpu(variant):
+    """Rotated or not."""
+    codes = [call.code for call in load(GOLDEN / variant).runner.model.layers[0].together]
+    assert "latent" in codes and not {"absorb", "rotate", "write"} & {*codes}
 
 
 def test_static_steps_of_heads_are_not_ignored(tmp_path):
