@@ -18,9 +18,10 @@ ROWS = 64  # most rows over the vocabulary at a time, and so most nodes beside a
 ROWS_BYTES = 1 << 24  # bytes of these rows; --memory counts none of them
 
 
-def rows_at_once(vocab_size: int) -> int:
-    """Return how many rows over the vocabulary to compute at a time to read scores from them."""
-    return max(1, min(ROWS, ROWS_BYTES // (4 * vocab_size)))
+def rows_at_once(vocab_size: int, device: torch.device) -> int:
+    """Return how many rows over the vocabulary to compute at a time to read scores from them. Memory limits them on a
+    CPU; a GPU reads all weights for each pass, however few rows it has."""
+    return ROWS if device.type != "cpu" else max(1, min(ROWS, ROWS_BYTES // (4 * vocab_size)))
 
 
 class TextPlace:
@@ -67,7 +68,7 @@ class Scoring(Search):
 
     def run(self, task: Task) -> SearchGenerator:
         """See `Search`."""
-        root, first, room = TextPlace(), 0, rows_at_once(task.vocab_size)
+        root, first, room = TextPlace(), 0, rows_at_once(task.vocab_size, task.tree.pool.device)
         for tokens in sorted({*self.continuations}):  # their order changes no pass
             place = root
             for token in tokens:

@@ -163,7 +163,7 @@ class HiddenRows:
         """The log-probabilities of (row, token), in the order of rows, and the alternatives of each row."""
         parts = []
         row_M, token_M = torch.tensor(pairs).T
-        count = rows_at_once(self.runner.vocab_size)
+        count = rows_at_once(self.runner.vocab_size, self.runner.device)
         for first in range(0, len(places), count):
             some = slice(first, first + count)
             mine = (row_M >= first) & (row_M < first + count)
