@@ -20,8 +20,12 @@ from kernels.experts import Routing, routed
 from kernels.kv_fp8 import DTYPE as FP8
 from kernels.kv_kinds import floats, parts, row_width, stored
 from kernels.kv_write import HeadTransform, kv_write, rotary_write
+from kernels.latent import LatentHeads, absorb_and_write
+from kernels.layout import NULL_SLOT, LatentSizes
 from kernels.linear.codes import Codes, row_bytes, unpacked
-from kernels.rows import NextNodes, activation_mul, add_norm, log_softmax, next_nodes, top_sums
+from kernels.rows import NextNodes, activation_mul, add_norm, log_softmax, next_nodes, sigmoid_mul, top_sums, xielu
+from kernels.same_bits import asking
+from kernels.short_conv import short_conv
 from kernels.tree_attention import tree_attention
 from models.shape import ModelShape
 from tools.bench.gpu.random_models import random_experts
@@ -32,6 +36,8 @@ from tools.kernels.scenes import beams, crowded, prompt
 
 LATER = 3  # calls after the first
 MOST = {torch.float32: 1e-4, torch.float16: 1e-2, torch.bfloat16: 3e-2}  # allowed difference from float64
+LATENT = LatentSizes(16, 128, 64, 512, 128, 1e-6, True)  # of DeepSeek-V2-Lite
+TAPS = 3  # of the short convolution
 AHEAD = "compiling all kernels in threads"  # the first case, whose row is in no table
 SMOKE = """*error* is the largest difference from the definition (in float64 for floats); that of products, experts and
 states is divided by the largest result. *first s* is the time of the first call, which loads the kernel (compiled
@@ -60,7 +66,7 @@ def smoke(s: Setting) -> Found:
 
     with torch.inference_mode():
         ahead = s.rows([] if INTERPRETED.value else [(AHEAD, partial(compile_ahead, s))])
-        rows = s.rows((case.name, partial(once, s, case)) for case in (*of_attention(s), *of_others(s)))
+        rows = s.rows((case.name, partial(once, s, case)) for case in cases(s))
     wrong = sum(not row["right"] for row in rows) + len(s.notes)
     took = "".join(f" Compiled in {row['seconds']:.0f} s." for row in ahead)
     return Found(f"Each kernel once, against its definition.{took}", rows, {
@@ -74,15 +80,29 @@ def compile_ahead(s: Setting, rounds: int = 2) -> dict[str, Any]:
     launched, so a case that cannot be compiled fails when its turn comes. What attention launches depends on its
     compiled kernel, hence a second round."""
     from kernels.gpu import compiling  # absent on some machines
-    from kernels.tree_attention import triton
 
     line = ProgressLine()
     for _ in range(rounds):
         with compiling(lambda done, count: line.tell(compiled(done, count))):
-            for case in (*of_attention(s), *of_others(s)):
-                with contextlib.suppress(Exception), mock.patch.object(triton, "ALONE", case.alone or triton.ALONE):
+            for case in cases(s):
+                with contextlib.suppress(Exception), merging(case):
                     case.run("triton")
     return {"seconds": line.seconds}
+
+
+def cases(s: Setting) -> Iterator[Case]:
+    """All calls."""
+    yield from of_attention(s)
+    yield from of_others(s)
+
+
+@contextlib.contextmanager
+def merging(case: Case) -> Iterator[None]:
+    """Context in which attention merges shares as a case has it."""
+    from kernels.tree_attention import triton  # absent on some machines
+
+    with mock.patch.object(triton, "ALONE", triton.ALONE if case.alone is None else case.alone):
+        yield
 
 
 def once(s: Setting, case: Case) -> dict[str, Any]:
@@ -97,11 +117,10 @@ def once(s: Setting, case: Case) -> dict[str, Any]:
         cut.extend(f"room {room}" for room in list(triton.ROOM.values())[-1:])
         return programs, split
 
-    alone, run = triton.ALONE if case.alone is None else case.alone, case.run
-    with mock.patch.object(triton, "_grid", grid), mock.patch.object(triton, "ALONE", alone):
-        found, first = timed(s, lambda: run("triton"), 1)
-        _, later = timed(s, lambda: run("triton"), LATER)
-    exact = run("reference").double()
+    with mock.patch.object(triton, "_grid", grid), merging(case):
+        found, first = timed(s, lambda: case.run("triton"), 1)
+        _, later = timed(s, lambda: case.run("triton"), LATER)
+    exact = case.run("reference").double()
     error = float((found.double() - exact).abs().nan_to_num(torch.inf).max())
     if case.relative:
         error /= float(exact.abs().max())
@@ -144,14 +163,20 @@ def of_attention(s: Setting) -> Iterator[Case]:
     yield case("float32", wide, dtype=torch.float32)
     yield case("a cache in int8", wide, kept=torch.int8)
     yield case("a cache in fp8", wide, kept=FP8)
+    yield Case("attention, one order of sums", in_one_order(attention(s, wide, (H, few, D), torch.bfloat16, None, {})),
+               MOST[torch.bfloat16])  # fmt: skip
+    width = LATENT.width
+    for name, plan in (("a prompt's end", lambda pool: [prompt(pool, n, min(500, n))]), (f"{q} rows", wide)):
+        run = attention(s, plan, (LATENT.heads, 1, width), torch.bfloat16, None, {"unread": LATENT.rotated})
+        yield Case(f"attention, latents, {name}", run, MOST[torch.bfloat16])
 
 
 def attention(
     s: Setting, plan: Plan, heads: Sequence[int], dtype: torch.dtype,
     kept: torch.dtype | None, options: dict[str, Any],
 ) -> Run:  # fmt: skip
-    """A pass of random queries, keys and values."""
-    H, G, D = heads
+    """A pass of random queries, keys and values; of latents, if keys have `unread` elements."""
+    (H, G, D), unread = heads, options.get("unread", 0)
     made: list[Any] = []
 
     def run(impl: str) -> Tensor:
@@ -160,13 +185,24 @@ def attention(
             layout = pack(plan(pool), PAGE, impl="triton").layout
             k, v = (torch.randn(G, pool.cache.k_LGSD.shape[2], D, dtype=dtype, device=s.device) for _ in range(2))
             made.extend([layout.to(s.device), torch.randn(len(layout.positions_T), H, D, dtype=dtype, device=s.device)])
-            made.extend(x if kept is None else cached(x, kept) for x in (k, v))
+            made.extend(x if kept is None else cached(x, kept) for x in (k, k if unread else v))
         layout, q, k, v = made
         if impl == "reference":
-            q, k, v = q.double(), *(floats(parts(x), torch.float64) for x in (k, v))
-        return tree_attention(q, k, v, layout, scale=D**-0.5, impl=impl, **options)
+            q, wide_k = q.double(), floats(parts(k), torch.float64)
+            k, v = wide_k, wide_k if unread else floats(parts(v), torch.float64)
+        return tree_attention(q, k, v, layout, scale=D**-0.5, impl=impl, **options)[..., unread:]
 
     return run
+
+
+def in_one_order(run: Run) -> Run:
+    """Calls a kernel as `COPPICE_SAME_BITS=on` does."""
+
+    def asked(impl: str) -> Tensor:
+        with asking("on"):
+            return run(impl)
+
+    return asked
 
 
 def cached(x_GSD: Tensor, dtype: torch.dtype) -> Tensor:
@@ -182,10 +218,15 @@ def of_others(s: Setting) -> Iterator[Case]:
     E, V, q, device, bf16 = s.large["hidden_size"], s.large["vocab_size"], s.args.beams, s.device, torch.bfloat16
     for (kind, group), rows in itertools.product((("int4", 32), ("int8", E), ("float8", 32)), (1, 16, 64)):
         yield Case(f"product, {kind}, {rows} rows", product(s, kind, group, rows), 2e-2, relative=True)
+    yield Case("product, floats in one order", product(s, "none", E, q), 2e-2, relative=True)
     for kind in ("none", *SMALL):
         yield Case(f"experts, {kind}", experts(s, kind), 2e-2, relative=True)
     for name, kind in LAYERS.items():
         yield Case(f"states, {name}", layer(kind, q, 1, device), 2e-2, relative=True)
+    yield Case("short convolution", convolved(s), 2e-2, relative=True)
+    for turned_too in (True, False):
+        name = f"latents before attention, {'' if turned_too else 'not '}rotated"
+        yield Case(name, latents(s, turned_too), 2e-2, relative=True)
     x_NE, w_E = torch.randn(q, E, dtype=bf16, device=device), torch.ones(E, dtype=bf16, device=device)
     x_THD, x_NV = x_NE.view(q, s.large["num_attention_heads"], -1), torch.randn(q, V, device=device)
     numbers = top_sums(x_NV, [0.0] * q, 2 * q, impl="torch")
@@ -196,7 +237,17 @@ def of_others(s: Setting) -> Iterator[Case]:
 
     yield Case("sum and norm", normed, MOST[bf16])
     yield Case("gate", lambda impl: activation_mul(wider(x_NE, impl), "silu", impl=impl), 2 * MOST[bf16])
-    yield Case("write of keys and values", partial(written, x_THD), 0)
+
+    def gated(impl: str) -> Tensor:
+        x = wider(x_NE, impl)
+        return sigmoid_mul(x, x, impl=impl)
+
+    yield Case("gate of values", gated, 2 * MOST[bf16])
+    curve_4 = torch.tensor([0.8, 0.6, 0.5, -1e-6], device=device)
+    yield Case("xIELU", lambda impl: xielu(wider(x_NE, impl), curve_4, impl=impl), 2e-2, relative=True)
+    steps = ("", bf16, 0.0), (" in int8", torch.int8, 1e-2), (" in fp8", FP8, 7e-2)  # of the largest elements
+    for name, kept, most in steps:
+        yield Case(f"write of keys and values{name}", partial(written, x_THD, kept), most, relative=most > 0)
     yield Case("norms and rotation of heads", partial(turned, x_THD), 2 * MOST[bf16])
     yield Case("log-probabilities", lambda impl: log_softmax(wider(x_NV, impl), V, impl=impl)[0], MOST[torch.float32])
     for k in (2 * q, 2 * s.args.catalogue_beams):
@@ -210,12 +261,21 @@ def wider(x: Tensor, impl: str) -> Tensor:
 
 
 def product(s: Setting, kind: str, group: int, rows: int) -> Run:
-    """Rows by a square matrix of random numbers."""
+    """Rows by a square matrix of random numbers; "none": of floats."""
     E = s.large["hidden_size"]
+    x_NE = torch.randn(rows, E, dtype=torch.bfloat16, device=s.device)
+    if kind == "none":
+        matrix_EE = torch.randn(E, E, dtype=torch.bfloat16, device=s.device)
+
+        def by_floats(impl: str) -> Tensor:
+            from kernels.linear.triton import floats  # absent on some machines
+
+            return x_NE.double() @ matrix_EE.double().T if impl == "reference" else floats(x_NE, matrix_EE)
+
+        return by_floats
     codes = torch.randint(120, (E, row_bytes(kind, E)), dtype=torch.uint8, device=s.device)  # type: ignore[arg-type]
     scale = torch.rand(-(-E // group), E, device=s.device).half() / E
     matrix = Codes(kind, group, E, E, codes, scale)  # type: ignore[arg-type]
-    x_NE = torch.randn(rows, E, dtype=torch.bfloat16, device=s.device)
     exact_NE = x_NE.double() @ unpacked(matrix).double().T
 
     def run(impl: str) -> Tensor:
@@ -234,12 +294,48 @@ def experts(s: Setting, kind: str) -> Run:
     return lambda impl: routed(x_NE, logits_NX, up, down, Routing(2, normalized=True), "silu", impl=impl)
 
 
-def written(x_THD: Tensor, impl: str) -> Tensor:
+def convolved(s: Setting) -> Run:
+    """The short convolution of LFM2 for tokens that follow each other, and the rows that it keeps."""
+    E, T, drawn = s.large["hidden_size"], s.args.beams, partial(torch.randn, dtype=torch.bfloat16, device=s.device)
+    x_TF, weight_KE, bias_E, rows_SE = drawn(T, 3 * E), drawn(TAPS, E), drawn(E), drawn(T + TAPS + 1, E)
+    rows_SE[NULL_SLOT] = 0
+    slots_T = torch.arange(len(rows_SE) - T, len(rows_SE), device=s.device)
+    ancestors_TN = slots_T.unsqueeze(1) - torch.arange(1, TAPS, device=s.device)
+
+    def run(impl: str) -> Tensor:
+        x, weight, bias, rows = (wider(x, impl) for x in (x_TF, weight_KE, bias_E, rows_SE.clone()))
+        return torch.cat([short_conv(x, weight, bias, rows, slots_T, ancestors_TN, impl=impl), rows])
+
+    return run
+
+
+def latents(s: Setting, turned_too: bool) -> Run:
+    """Queries that are multiplied by the matrices of keys, and the cached rows, of latent attention."""
+    sizes, T = LATENT, s.args.beams
+    drawn = partial(torch.randn, dtype=torch.bfloat16, device=s.device)
+    keys_HNC, values_HVC = (drawn(sizes.heads, n, sizes.rank) / n**0.5 for n in (sizes.plain, sizes.value))
+    queries_TF, latent_TF = drawn(T, sizes.heads * (sizes.plain + sizes.rotated)), drawn(T, sizes.width)
+    angle_TR = torch.linspace(0, 3, T, device=s.device).unsqueeze(1).expand(T, sizes.rotated)
+    angles = [x.bfloat16() for x in (angle_TR.cos(), angle_TR.sin())] if turned_too else []
+    slots_T = torch.arange(1, T + 1, device=s.device)
+
+    def run(impl: str) -> Tensor:
+        queries, latent, keys, values = (wider(x, impl) for x in (queries_TF, latent_TF, keys_HNC, values_HVC))
+        heads = LatentHeads.of_stacked(sizes, torch.ones_like(keys[0, 0]), keys, values)
+        cache = queries.new_zeros(1, T + 1, sizes.width)
+        turns = [wider(x, impl) for x in angles]
+        q_THD = absorb_and_write(cache, queries, latent, heads, turns, slots_T, impl=impl)
+        return torch.cat([q_THD.flatten(0, 1), cache[0]])
+
+    return run
+
+
+def written(x_THD: Tensor, kept: torch.dtype, impl: str) -> Tensor:
     """A cache after a write."""
     (T, H, D), device = x_THD.shape, x_THD.device
-    k, v = (torch.zeros(H, T + 1, D, dtype=x_THD.dtype, device=device) for _ in range(2))
+    k, v = (cached(x_THD.new_zeros(H, T + 1, D), kept) for _ in range(2))
     kv_write(k, v, x_THD, -x_THD, torch.arange(1, T + 1, device=device), impl=impl)
-    return torch.cat([k, v])
+    return torch.cat([floats(parts(x), torch.float64) for x in (k, v)])
 
 
 def turned(x_THD: Tensor, impl: str) -> Tensor:
