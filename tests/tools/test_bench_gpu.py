@@ -206,6 +206,19 @@ def test_every_stage_finds_its_figures(stand_in, capsys, tmp_path):
     assert plain > small > smaller
 
 
+def test_a_model_that_comes_later_is_measured_then(stand_in, tmp_path):
+    """It may be too large for the first call; the figures of other stages do not depend on it."""
+    journal, file = Journal(), tmp_path / "late"
+    words = "--stages", "models", "--model", str(file)
+    found = stand_in(*words, journal=journal)["models"]
+    assert not found["rows"] and found["notes"] == [f"models: --model FILE: {file}"] and journal.left["models"] == 1
+    file.symlink_to(demo_folder())
+    journal.run()
+    [row] = stand_in(*words, journal=journal)["models"]["rows"]
+    assert row["model"] == "late" and not journal.left["models"]
+    assert gpu.settings(parser_of(COMMAND)) == gpu.settings(parser_of([*COMMAND, "--model", "other"]))
+
+
 @needs_interpreter
 def test_what_fails_or_comes_too_late_is_said(stand_in, capsys, monkeypatch):
     monkeypatch.setattr(whole_steps, "decode", lambda *_: 1 / 0)

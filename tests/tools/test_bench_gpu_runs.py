@@ -145,7 +145,7 @@ def test_the_command_watches_itself(tmp_path, monkeypatch, capsys):
     assert command[-4] == "--inside" and command[-2:] == ["--journal", words[-1]]
     assert end == pytest.approx(gpu.TOTAL + gpu.GRACE, abs=20) and patience == watching.PATIENCE and long == 300
     told = capsys.readouterr().err
-    assert "| faster" in told and "there was no time for all of: smoke, steps" in told
+    assert "| faster" in told and "not measured, or only in part: smoke, steps" in told
     assert main([*words, "--total", "50"]) == 0 and commands[1][1] == pytest.approx(50 + gpu.GRACE, abs=20)
     assert main([*words, "--beams", "4"]) == 2 and "the journal's settings" in capsys.readouterr().err
     monkeypatch.setenv(gpu.EARLY, "on")

@@ -131,8 +131,8 @@ def run(args: argparse.Namespace, argv: Sequence[str]) -> dict[str, Any]:
 
 
 def settings(args: argparse.Namespace) -> str:
-    """The arguments that figures depend on."""
-    free = ("stages", "seconds", "total", "save", "journal", "inside", "run", "verbose")
+    """The arguments that figures depend on; models have cases of their own."""
+    free = ("stages", "seconds", "total", "save", "journal", "inside", "run", "verbose", "model")
     given = [f"{name} {value}" for name, value in sorted(vars(args).items()) if name not in free]
     return ", ".join([*given, *variables()])
 
@@ -155,7 +155,7 @@ def summed_up(args: argparse.Namespace, journal: Journal) -> dict[str, Any]:
     if compared:
         progress(f"\n{comparison_table(compared)}")
     if missing := [name for name in args.stages if name not in results or journal.left[name]]:
-        progress(f"\nthere was no time for all of: {', '.join(missing)}")
+        progress(f"\nnot measured, or only in part: {', '.join(missing)}")
     return results
 
 

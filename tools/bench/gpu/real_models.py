@@ -30,10 +30,12 @@ equally good tokens."""
 
 
 def models(s: Setting) -> Found:
-    """Models of files: times, and tokens beside the CPU's."""
-    if not s.args.model:
-        s.note("models", "no file is named: --model FILE")
-    rows = s.rows((Path(path).name, partial(measured, s, path)) for path in s.args.model)
+    """Models of files: times, and tokens beside the CPU's. A later command can name others, or bring what is absent."""
+    there = [path for path in s.args.model if Path(path).exists()]
+    if absent := [path for path in s.args.model if path not in there] or ([] if there else ["no file is named"]):
+        s.left += len(absent)
+        s.note("models", f"--model FILE: {', '.join(absent)}")
+    rows = s.rows((Path(path).name, partial(measured, s, path)) for path in there)
     targets = [comparison(f"{row['model']}, greedy answers like the CPU's", row["same_greedy"], len(PROMPTS))
                for row in rows]  # fmt: skip
     return Found("Models of files.", rows, {
