@@ -9,8 +9,8 @@ import sys
 import tempfile
 import time
 from collections import Counter, defaultdict
-from collections.abc import Callable, Generator, Iterable, Sequence
-from functools import cache, partial
+from collections.abc import Callable, Generator, Sequence
+from functools import cache, lru_cache, partial
 from typing import Any
 
 import torch
@@ -119,19 +119,16 @@ def decoding(s: Setting, made: Made, engine: Engine, prompt: int, beams: int, se
 def steps(s: Setting) -> Found:
     """Decoding steps, search and host included: one beam and many, by prompt and compilation."""
 
-    def case(choice: str, engine: Engine, prompt: int, beams: int) -> dict[str, Any]:
-        one, ours = (decoding(s, s.model, engine, prompt, count) for count in (1, beams))
+    @lru_cache(1)
+    def engine(choice: str, prompt: int) -> Engine:
+        return s.engine(s.model, tokens_of(prompt, s.args.beams, s.args.new_tokens), compiled=choice == "on")
+
+    def case(choice: str, prompt: int, beams: int) -> dict[str, Any]:
+        one, ours = (decoding(s, s.model, engine(choice, prompt), prompt, count) for count in (1, beams))
         return {"compile": choice, **beside(s, ours, one if beams > 1 else None)}
 
-    def cases() -> Iterable[tuple[str, Callable[[], dict[str, Any]]]]:
-        for choice, prompt in itertools.product(sorted({*s.args.compile}), s.args.prefix):  # off before on
-            tokens = tokens_of(prompt, s.args.beams, s.args.new_tokens)
-            engine = s.engine(s.model, tokens, compiled=choice == "on")
-            for beams in (1, s.args.beams):
-                name = f"prompt {prompt}, {beams} beams, compile {choice}"
-                yield name, partial(case, choice, engine, prompt, beams)
-
-    rows = s.rows(cases())
+    shapes = itertools.product(sorted({*s.args.compile}), s.args.prefix, (1, s.args.beams))  # off before on
+    rows = s.rows((f"prompt {p}, {b} beams, compile {c}", partial(case, c, p, b)) for c, p, b in shapes)
     found = next((r for r in rows if (r["prompt"], r["beams"]) == (s.args.prefix[0], s.args.beams)), {})
     where = f"{s.args.beams} beams, prompt {s.args.prefix[0]}"
     return Found(s.heading, rows, {
