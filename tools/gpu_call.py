@@ -4,7 +4,7 @@
 
 The same command again continues with what had no time. The folder `--kept` has what it continues from: the stages'
 journals, the tests that passed, and whether all have ended. Whatever is printed is in `--out` too, as it comes, with
-copies of the journals: if the call is ended from outside, only the case under way is lost. The last lines sum up the
+copies of these files: if the call is ended from outside, only the case under way is lost. The last lines sum up the
 call.
 """
 
@@ -61,7 +61,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run a call. Returns 1 if tests have failed, else 0."""
     parser = argparse.ArgumentParser(prog="python -m tools.gpu_call", description=__doc__)
     parser.add_argument("seconds", type=float, help="seconds after which everything has ended")
-    parser.add_argument("--out", type=Path, required=True, metavar="DIR", help="folder of the log and the journals")
+    parser.add_argument("--out", type=Path, required=True, metavar="DIR", help="folder of the log and copies of --kept")
     text = "folder from which the next call continues (%(default)s)"
     parser.add_argument("--kept", type=Path, default=KEPT, metavar="DIR", help=text)
     text = "checkpoint folders and GGUF files for the stage models"
@@ -201,8 +201,8 @@ class Call:
                 self.copy()
 
     def copy(self) -> None:
-        """Copy the journals to where a call's findings are."""
-        for path in self.kept.glob("*.jsonl"):
+        """Copy what the next call continues from to where a call's findings are: it may have another machine."""
+        for path in self.kept.iterdir():
             with contextlib.suppress(OSError):
                 shutil.copyfile(path, self.out / path.name)
 

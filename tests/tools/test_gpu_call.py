@@ -108,6 +108,8 @@ def test_tests_that_have_passed_are_left_out_of_the_next_call(call, tmp_path):
     assert [x for x in gpu_call.tests(tmp_path / "kept/passed") if "--deselect" in x] == [
         "--deselect=tests/test_a.py::test_one[a b]", "--deselect=tests/test_b.py::test_two"
     ]  # fmt: skip
+    copies = ["passed", "tested"]  # for the next call, which may have another machine
+    assert all((tmp_path / "out" / x).read_text() == (tmp_path / "kept" / x).read_text() for x in copies)
 
 
 def test_a_file_that_lacks_a_package_costs_no_other(monkeypatch, tmp_path):
