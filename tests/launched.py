@@ -1,11 +1,14 @@
 """Loads models on the pretended device; Triton compiles their kernels and launches them for a driver that runs nothing.
 
     python -m tests.launched FOLDER ...
+    python -m tests.launched smoke
 
 Run without TRITON_INTERPRET, with TRITON_LIBCUDA_PATH and LD_LIBRARY_PATH set to the folder of a `libcuda.so.1` made of
-`libcuda.c`. Prints a line for each model: replayed graphs, and kernels compiled while a request was answered.
+`libcuda.c`. Prints a line for each model: replayed graphs, and kernels compiled while a request was answered; for the
+first stage of `tools.bench gpu`: kernels compiled ahead, and those compiled when they were launched.
 """
 
+import argparse
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -18,6 +21,9 @@ from engine import Engine
 from kernels import gpu
 from search import Trie
 from tests import pretended_cuda
+from tools.bench.gpu import add_parser, each_kernel
+from tools.bench.gpu.journal import Journal
+from tools.bench.gpu.setting import Setting
 
 
 def fill(x: torch.Tensor) -> None:
@@ -33,12 +39,29 @@ def compiled() -> int:
     return len([*Path(knobs.cache.dir).glob("*/*.cubin")])
 
 
+def smoke() -> None:
+    """Compile the kernels of the stage smoke, and launch each."""
+    parser = argparse.ArgumentParser()
+    add_parser(parser.add_subparsers())
+    s = Setting(parser.parse_args(["gpu", "--prefix", "512"]), Journal())
+    each_kernel.compile_ahead(s)
+    kernels = compiled()
+    with torch.inference_mode():
+        for case in each_kernel.cases(s):
+            with each_kernel.merging(case):
+                case.run("triton")
+    print("smoke", kernels, compiled() - kernels)
+
+
 def main(folders: list[str]) -> None:
     build_launcher: Callable[[], None] = gpu.build_launcher
     pretended_cuda.spoil = fill
     with pretended_cuda.pretend(processors=132) as device, pretended_cuda.Numbered():
         gpu.build_launcher = build_launcher
         triton.runtime.driver.active.get_current_stream = lambda device: 0  # torch's build with CUDA asks its driver
+        if folders == ["smoke"]:
+            smoke()
+            return
         for folder in folders:
             engine = Engine.load(folder, device="cuda", dtype="bfloat16", kv_memory=1 << 20)
             replays, kernels = device.replays, compiled()

@@ -138,7 +138,7 @@ CUresult cuTensorMapEncodeTiled(CUtensorMap *map, CUtensorMapDataType type, cuui
                                 const cuuint64_t *sizes, const cuuint64_t *strides, const cuuint32_t *box,
                                 const cuuint32_t *steps, CUtensorMapInterleave interleave, CUtensorMapSwizzle swizzle,
                                 CUtensorMapL2promotion promotion, CUtensorMapFloatOOBfill fill) {
-  static const unsigned bytes[] = {1, 2, 2, 4, 4, 8, 8, 2, 4, 8, 2, 4, 4, 4}, spans[] = {~0u, 32, 64, 128};
+  static const unsigned bytes[] = {1, 2, 4, 4, 8, 8, 2, 4, 8, 2, 4, 4, 4}, spans[] = {~0u, 32, 64, 128};
   if ((size_t)map % 64 || (size_t)address % 16) REFUSE("a block that begins at %p", address);
   if (!rank || rank > 5) REFUSE("a block of %u dimensions", rank);
   for (unsigned i = 0; i < rank; i++) {
