@@ -113,6 +113,7 @@ def check_pool(pool: PagePool, held: list[int] | None = None) -> None:
 def check_prefixes(prefixes: PrefixCache) -> None:
     """Check the radix tree of cached prefixes."""
     pool, kept, waiting = prefixes.pool, list[int](), [*prefixes._roots.values()]
+    places, found = {segment: place for place, segment in enumerate(prefixes._segments)}, set()
     while waiting:
         segment = waiting.pop()
         kept += segment.pages
@@ -120,10 +121,12 @@ def check_prefixes(prefixes: PrefixCache) -> None:
             assert other.above is segment and name == prefixes._name(other.tokens) and other.pages
             assert len(other.pages) == -(-len(other.tokens) // pool.page_size)
             assert not other.below or len(other.tokens) % pool.page_size == 0
-            assert other.below or any(e[2] is other and e[0] == other.used for e in prefixes._leaves), "lost leaf"
+            assert places[other] < places.get(segment, len(places)), "not in the order of use"
+            found.add(other)
             idle = [pool.is_idle(page) for page in segment.pages[-1:] + other.pages]
             assert idle == sorted(idle), "an idle page before one that is held"
             waiting.append(other)
+    assert found == places.keys()
     assert sorted(kept) == sorted(pool.kept) and len(kept) == len(set(kept))
 
 

@@ -9,8 +9,6 @@ Sequences are separated by a key: the salt of a request, so that response times 
 the variant of rotary embeddings with which keys were rotated; and the adapter with which they were computed.
 """
 
-import heapq
-import itertools
 import weakref
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, field
@@ -29,7 +27,6 @@ class Segment:
     pages: list[int] = field(default_factory=list)
     above: "Segment | None" = None
     below: dict[Hashable, "Segment"] = field(default_factory=dict)  # by the tokens of the first page
-    used: int = 0  # time of the latest use
 
 
 class PrefixCache:
@@ -48,9 +45,7 @@ class PrefixCache:
         self.pool, self.most = weakref.proxy(pool), most  # a cycle would keep tensors until the garbage collector runs
         self.lookups = self.hits = self.asked_tokens = self.reused_tokens = 0
         self._roots: dict[Key, Segment] = {}
-        self._leaves: list[tuple[int, int, Segment]] = []  # heap by time; entries of an earlier time are void
-        self._room = 64  # entries of the heap above which void ones are removed
-        self._clock, self._count = itertools.count(1), itertools.count()
+        self._segments: dict[Segment, None] = {}  # the least recently used first, and each after those below it
 
     def note(self, asked: int, reused: int) -> None:
         """Count a prompt."""
@@ -102,19 +97,14 @@ class PrefixCache:
 
     def evict(self, most: int = MOST_EVICTED) -> int:
         """Free pages at the end of the least recently used sequence. Returns how many; 0 if none is idle."""
-        held, count, most = [], 0, max(1, min(most, MOST_EVICTED, self.pool.pages // EVICTED_SHARE))
-        while self._leaves and not count:
-            entry = used, _, leaf = heapq.heappop(self._leaves)
-            if used != leaf.used or leaf.below or not leaf.pages:
-                continue
-            while count < min(most, len(leaf.pages)) and self.pool.is_idle(leaf.pages[-1 - count]):
-                count += 1
-            if count:
-                self._drop(leaf, count)
-            else:
-                held.append(entry)
-        for entry in held:
-            heapq.heappush(self._leaves, entry)
+        # A segment with an idle page precedes those above it, so the first one is a leaf.
+        leaf = next((segment for segment in self._segments if self.pool.is_idle(segment.pages[-1])), None)
+        if leaf is None:
+            return 0
+        count, most = 1, min(most, MOST_EVICTED, self.pool.pages // EVICTED_SHARE, len(leaf.pages))
+        while count < most and self.pool.is_idle(leaf.pages[-1 - count]):
+            count += 1
+        self._drop(leaf, count)
         return count
 
     def trim(self) -> None:
@@ -124,13 +114,9 @@ class PrefixCache:
 
     def clear(self) -> None:
         """Forget everything; trees keep what they hold."""
-        waiting = [*self._roots.values()]
-        while waiting:
-            segment = waiting.pop()
-            waiting += segment.below.values()
+        for segment in self._segments:
             self.pool.drop(segment.pages)
-            segment.pages, segment.below = [], {}
-        self._roots, self._leaves = {}, []
+        self._roots, self._segments = {}, {}
 
     # --- the tree ---
 
@@ -163,26 +149,17 @@ class PrefixCache:
         """Split a segment after some pages; returns the first part."""
         assert segment.above is not None
         cut = pages * self.pool.page_size
-        first = Segment(segment.tokens[:cut], segment.pages[:pages], segment.above, used=segment.used)
+        first = Segment(segment.tokens[:cut], segment.pages[:pages], segment.above)
         segment.above.below[self._name(first.tokens)] = first
         segment.tokens, segment.pages, segment.above = segment.tokens[cut:], segment.pages[pages:], first
         first.below[self._name(segment.tokens)] = segment
         return first
 
     def _touch(self, path: Sequence[Segment]) -> None:
-        """Mark the segments of a path as used."""
-        now = next(self._clock)
-        for segment in path:
-            segment.used = now
-        if path and not path[-1].below:
-            self._push(path[-1])
-
-    def _push(self, leaf: Segment) -> None:
-        heapq.heappush(self._leaves, (leaf.used, next(self._count), leaf))
-        if len(self._leaves) > self._room:
-            found = {id(e[2]): e for e in self._leaves if e[0] == e[2].used and not e[2].below and e[2].pages}
-            self._leaves, self._room = [*found.values()], 64 + 2 * len(found)
-            heapq.heapify(self._leaves)
+        """Mark the segments of a path as the most recently used."""
+        for segment in reversed(path):
+            self._segments.pop(segment, None)
+            self._segments[segment] = None
 
     def _drop(self, leaf: Segment, pages: int) -> None:
         """Forget the last pages of a leaf, and the leaf if it has no other."""
@@ -192,14 +169,9 @@ class PrefixCache:
         name = self._name(leaf.tokens)
         leaf.pages, leaf.tokens = leaf.pages[:left], leaf.tokens[: left * self.pool.page_size]
         if left:
-            self._push(leaf)
             return
-        del above.below[name]
-        if above.below:
-            return
-        if above.above is not None:
-            self._push(above)
-        else:
+        del above.below[name], self._segments[leaf]
+        if above.above is None and not above.below:
             self._roots = {key: root for key, root in self._roots.items() if root is not above}
 
 
