@@ -15,7 +15,6 @@ from torch import Tensor
 
 from engine.cache.pool import PagePool
 from engine.cache.slots import Trunk
-from engine.cache.tree import TokenTree
 from engine.contract import ContinuationScore, Evaluate, Search, SearchResult
 from engine.drafts.choice import chosen_drafter
 from engine.drafts.requested import RequestedDrafters
@@ -260,7 +259,7 @@ class Engine:
         interrupted: Callable[[], bool] = lambda: False,
         taken: Callable[[], bool] = lambda: False,
         trunk: Trunk | None = None,
-        retire: Callable[[TokenTree], None] | None = None,
+        retire: Callable[[Trunk], None] | None = None,
         **options: Unpack[RequestOptions],
     ) -> Iterator[Event]:
         """Answer one prompt, and yield text as soon as it is final: while beams compete, the text that they share.
@@ -268,7 +267,7 @@ class Engine:
         Args:
             interrupted: called after every step; if it returns True, the search ends with the best candidate so far.
             taken: called after steps whose report has something `ready`; if it returns True, the search ends with that.
-            trunk, retire: the cache to take over, and a function that gets the tree at the end, see `Session`.
+            trunk, retire: the cache to take over, and a function that gets it at the end, see `Session`.
 
         Raises:
             CoppiceError: see `generate`.
@@ -458,13 +457,9 @@ class Session:
 
     def stream(self, prompt: Sequence[int] | str, search: Search, **options: Unpack[StreamOptions]) -> Iterator[Event]:
         """Stream a reply like `Engine.stream`, and keep its trunk for the next prompt."""
-
-        def retire(tree: TokenTree) -> None:
-            self._keep(tree.retire())
-
         trunk, self.trunk = self.trunk, None
         try:
-            yield from self.engine.stream(prompt, search, trunk=trunk, retire=retire, **options)
+            yield from self.engine.stream(prompt, search, trunk=trunk, retire=self._keep, **options)
         finally:
             if trunk is not None and trunk.pages:  # the prompt was refused: keep the cache
                 self._keep(trunk)

@@ -58,7 +58,7 @@ class Entry:
         stream: whether its text is delivered as soon as it is final.
         wants: set by the caller while it waits for the next event; None if it wants none.
         trunk: the cached trunk that its tree takes over.
-        retire: called with the target's tree at the end.
+        retire: called with the tree's trunk at the end.
         job: the driver's job; None while the request waits.
         announced: whether `tell` has been called, which first happens when the search starts.
         seen: the latest event.
@@ -73,7 +73,7 @@ class Entry:
     stream: bool = False
     wants: threading.Event | None = None
     trunk: Trunk | None = None
-    retire: Callable[[TokenTree], None] | None = None
+    retire: Callable[[Trunk], None] | None = None
     job: Job | None = None
     announced: bool = False
     seen: Prefill | Progress | None = None
@@ -135,9 +135,6 @@ class Service:
     def submit(self, entry: Entry) -> None:
         """Queue a request. Raises ValueError if its trace has recorded another request."""
         checked, request, target = entry.checked, entry.checked.request, self.models.target
-        steady, trunk = target.shape.steady_length, entry.trunk
-        if trunk is not None and steady is not None and max(len(checked.ids), trunk.cached) > steady:
-            trunk.release(target.runner.pool)
         if request.trace is not None:
             models = self.models.by_role
             names = {role: model.name for role, model in models.items()}

@@ -1,6 +1,7 @@
 """The nodes of a tree with their slots in a pool: which node has which slot, and what a pass reads."""
 
 from collections.abc import Iterable, Sequence
+from dataclasses import replace
 
 from engine.cache.drafts import DraftedNode
 from engine.cache.nodes import IN_TRUNK, NO_SLOT, Nodes
@@ -27,10 +28,10 @@ class PlacedNodes(Nodes):
     def __init__(self, pool: PagePool, prompt: Sequence[int], expected: int = 0, trunk: Trunk | None = None):
         super().__init__(prompt)
         self.pool, self.slots = pool, BranchSlots(pool)
-        if pool.stores is not None:
-            self.trunk.states = TrunkStates(pool.stores)
         if trunk is not None:
             self._adopt(trunk)
+        if pool.stores is not None and self.trunk.states is None:
+            self.trunk.states = TrunkStates(pool.stores)
         wanted = -(-max(expected, len(prompt)) // pool.page_size)
         self._claim = pool.claim(wanted) if not self.trunk.pages else range(0)
         self._bits: dict[int, int] = {}  # latest node -> bits of the branch slots of its ancestors and itself
@@ -167,12 +168,9 @@ class PlacedNodes(Nodes):
         """Take over an earlier trunk's pages for the prefix that it shares with the prompt."""
         limit = min(trunk.cached, len(self.trunk.tokens) - 1)  # the last prompt token is evaluated for its logits
         shared = shared_length(trunk.tokens[:limit], self.trunk.tokens)
-        mine = self.trunk
-        mine.pages, mine.runs, mine.long_rope = trunk.pages, trunk.runs, trunk.long_rope
-        if trunk.states is not None:
-            mine.states, trunk.states = trunk.states, None
-        trunk.pages, trunk.runs, trunk.cached = [], [], 0
-        mine.truncate(self.pool, shared)
+        self.trunk = replace(trunk, tokens=self.trunk.tokens)
+        trunk.pages, trunk.runs, trunk.cached, trunk.states = [], [], 0, None
+        self.trunk.truncate(self.pool, shared)
 
     # --- for the packer ---
 

@@ -47,6 +47,12 @@ class Trunk:
         else:
             self.runs.append([page, 1])
 
+    def _pop(self) -> int:
+        self.runs[-1][1] -= 1
+        if not self.runs[-1][1]:
+            self.runs.pop()
+        return self.pages.pop()
+
     def share(self, pool: PagePool, pages: Sequence[int]) -> None:
         """Replace the first pages by pages that others hold too."""
         old = self.pages
@@ -70,19 +76,13 @@ class Trunk:
             raise
         if new != old:
             pool.copy([*range(old * size, (old + 1) * size)], [*range(new * size, (new + 1) * size)])
-        self.runs[-1][1] -= 1
-        if not self.runs[-1][1]:
-            self.runs.pop()
-        self.pages.pop()
+        self._pop()
         self._append(new)
 
     def trim(self, pool: PagePool, pages: int) -> None:
         """Return all pages except the first ones."""
         while len(self.pages) > pages:
-            pool.give(self.pages.pop())
-            self.runs[-1][1] -= 1
-            if not self.runs[-1][1]:
-                self.runs.pop()
+            pool.give(self._pop())
 
     def truncate(self, pool: PagePool, cached: int) -> None:
         """Forget the keys and values after the first `cached` tokens, or all of them if recurrent layers must start

@@ -70,13 +70,17 @@ class Driver:
                 "a search names the models it needs in its attribute `models`"
             )
         runner = self.runners[model]
-        switch, adapter = runner.model.shape.switch_length, job.adapter if model == "target" else 0
-        salt = job.salt if trunk is None or job.salt is not None else trunk.salt
-        if trunk is not None and (trunk.adapter != adapter or trunk.salt not in (None, salt)):
-            trunk.release(runner.pool)  # the cache keeps a page under one salt only
-        tree = TokenTree(runner.pool, prompt, expected=expected, trunk=trunk, switch_length=switch)
+        shape, adapter = runner.model.shape, job.adapter if model == "target" else 0
+        if trunk is not None:
+            salts = {trunk.salt, job.salt} - {None}  # a page is cached under one salt only
+            steady = shape.steady_length is None or max(len(prompt), trunk.cached) <= shape.steady_length
+            if trunk.adapter != adapter or len(salts) > 1 or not steady:
+                trunk.release(runner.pool)
+        tree = TokenTree(runner.pool, prompt, expected=expected, trunk=trunk, switch_length=shape.switch_length)
         job.trees.append(tree)
-        tree.salt, tree.trunk.adapter, tree.trunk.salt = job.salt, adapter, salt
+        tree.salt, tree.trunk.adapter = job.salt, adapter
+        if job.salt is not None:
+            tree.trunk.salt = job.salt
         if runner.pool.prefixes is not None:
             tree.reuse()
         if job.drafts is not None and model == "target" and len(job.trees) == 1:
@@ -473,7 +477,7 @@ class Driver:
         for each in job.trees:
             each.save()
         if job.retire:
-            job.retire(tree)
+            job.retire(tree.retire())
 
     def _preempt(self, job: Job) -> None:
         """Free the pages of a search for others; it starts again, with the same result, when another has ended."""

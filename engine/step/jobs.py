@@ -9,6 +9,7 @@ from typing import Any
 from torch import Tensor
 
 from engine.cache.pool import PagePool
+from engine.cache.slots import Trunk
 from engine.cache.tree import TokenTree
 from engine.contract import Report, Search, SearchGenerator, SearchResult, TakeHidden
 from engine.contract.checks import guarded, is_ours
@@ -47,7 +48,7 @@ class Job:
     start: Callable[["Job"], SearchGenerator]
     settled: list[int] = field(default_factory=list)  # new tokens that are certain
     report: Report = field(default_factory=Report)  # the latest
-    retire: Callable[[TokenTree], None] | None = None  # receives the target tree at the end, which is then not freed
+    retire: Callable[[Trunk], None] | None = None  # receives the target tree's trunk at the end, which is not freed
     trees: list[TokenTree] = field(default_factory=list)
     generator: SearchGenerator | None = None
     pending: Pending | None = None

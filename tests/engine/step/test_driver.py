@@ -362,7 +362,7 @@ def test_a_trunk_handed_on_is_as_good_as_a_fresh_one(bench64, seed):
     for turn in range(5):
         walk = Walk(seed * 10 + turn, prompt, steps=5)
         handed = []
-        run = driver.submit(Job(walk.start_on(driver, trunk), retire=lambda t, h=handed: h.append(t.retire())))
+        run = driver.submit(Job(walk.start_on(driver, trunk), retire=handed.append))
         while driver.busy:
             driver.step()
             held = [p for r in driver.running for t in r.trees for p in t.pages_held]
