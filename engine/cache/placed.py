@@ -117,9 +117,7 @@ class PlacedNodes(Nodes):
         trunk, start, slots, size = self.trunk, self.trunk.cached, self.slots, self.pool.page_size
         self._forget_spent()
         try:
-            if trunk_tokens and start % size:
-                trunk.own_end(self.pool)
-            trunk.reserve(self.pool, start + trunk_tokens, self._next_page())
+            self._reserve_trunk(trunk_tokens)
             if trunk.states is not None:
                 trunk.states.extend(start, trunk_tokens)
             taken = slots.take(nodes, [*map(self._position.__getitem__, nodes)], self._wish)
@@ -147,10 +145,14 @@ class PlacedNodes(Nodes):
         for node in self._spent:
             self._bits.pop(node, None)
 
-    def _next_page(self) -> int:
-        """The next page of the trunk: after its last page, or where the claim begins if that page is another tree's."""
-        pages = self.trunk.pages
-        return pages[-1] + 1 if pages and (not self._claim or pages[-1] in self._claim) else self._claim.start
+    def _reserve_trunk(self, tokens: int) -> None:
+        """Take pages for the trunk's next tokens: after its last page, or where the claim begins if that page is
+        another tree's. Raises KVMemoryError."""
+        trunk, claim = self.trunk, self._claim
+        if tokens and trunk.cached % self.pool.page_size:
+            trunk.own_end(self.pool)
+        follows = trunk.pages and (not claim or trunk.pages[-1] in claim)
+        trunk.reserve(self.pool, trunk.cached + tokens, trunk.pages[-1] + 1 if follows else claim.start)
 
     def _note_peaks(self) -> None:
         self.peak_live = max(self.peak_live, self.live_tokens)

@@ -79,10 +79,9 @@ class PrefixCache:
             return []
         path, found, length = self._walk(tokens, key, whole=True)
         above = path[-1] if path else self._roots.setdefault(key, Segment())
-        inside = length - sum(len(segment.tokens) for segment in path[:-1]) if path else 0
+        inside = length - sum(len(segment.tokens) for segment in path[:-1])
         if path and inside < len(above.tokens):
-            above = self._split(above, inside // size)
-            path[-1] = above
+            above = path[-1] = self._split(above, inside // size)
         rest = Segment(tokens[length:], list(pages[len(found) :]), above)
         beside = [*above.below.values()] if size > 1 else []
         if rest.tokens and not any(_begins(other.tokens[:size], rest.tokens) for other in beside):
@@ -130,14 +129,14 @@ class PrefixCache:
         path, pages, length, size = [], list[int](), 0, self.pool.page_size
         segment = self._roots.get(key)
         while segment is not None and length < len(tokens):
-            below = segment.below
-            following = below.get(self._name(tokens[length:]))
+            below, rest = segment.below, tokens[length:]
+            following = below.get(self._name(rest))
             if following is None and size > 1 and not whole:
-                ahead = tokens[length : length + size]
-                following = max(below.values(), key=lambda s: shared_length(s.tokens[:size], ahead), default=None)
-            if following is None or not (same := shared_length(following.tokens, tokens[length:])):
+                page = rest[:size]
+                following = max(below.values(), key=lambda s: shared_length(s.tokens[:size], page), default=None)
+            if following is None or not (same := shared_length(following.tokens, rest)):
                 break
-            if whole and not length + same == len(tokens) == length + len(following.tokens):
+            if whole and following.tokens != rest:
                 same -= same % size
             path.append(following)
             pages += following.pages[: -(-same // size)]

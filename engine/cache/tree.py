@@ -180,7 +180,7 @@ class TokenTree(PlacedNodes):
         if not source:
             return
         start, trunk, size = len(self.trunk.tokens), self.trunk, self.pool.page_size
-        trunk.reserve(self.pool, start + len(source), self._next_page())
+        self._reserve_trunk(len(source))
         moves = [(s, t) for i, s in enumerate(source) if s != (t := trunk.slot(start + i, size))]
         if moves:
             self.pool.copy([s for s, _ in moves], [t for _, t in moves])
@@ -296,13 +296,11 @@ class TokenTree(PlacedNodes):
             KVMemoryError: the pool is full; nothing was taken.
         """
         assert self._reserved is None
-        trunk, size, self._reserved = self.trunk, self.pool.page_size, []
+        self._reserved = []
         try:
             if count == 1 and not self.slots.count:
-                if trunk.cached % size:
-                    trunk.own_end(self.pool)
-                trunk.reserve(self.pool, trunk.cached + 1, self._next_page())
-                return [trunk.slot(trunk.cached, size)], []
+                self._reserve_trunk(1)
+                return [self.trunk.slot(self.trunk.cached, self.pool.page_size)], []
             self._reserved = self.slots.reserve([position] * count)
         except KVMemoryError:
             self.give_up()

@@ -81,8 +81,7 @@ class Driver:
         tree.salt, tree.trunk.adapter = job.salt, adapter
         if job.salt is not None:
             tree.trunk.salt = job.salt
-        if runner.pool.prefixes is not None:
-            tree.reuse()
+        tree.reuse()
         if job.drafts is not None and model == "target" and len(job.trees) == 1:
             job.drafts.begin(tree)
         if job.constrained is not None and (len(job.trees) == 1 or model == "draft"):
@@ -467,12 +466,12 @@ class Driver:
     @staticmethod
     def _keep_trunks(job: Job, best: Sequence[int]) -> None:
         """Hand the trunks of a finished search to the prefix caches, and the target's to `Job.retire`."""
-        tree, prefixes = job.trees[0], job.trees[0].pool.prefixes
-        caches = prefixes is not None and tree.salt is not None
-        if job.retire or caches:
+        tree = job.trees[0]
+        prefixes = None if tree.salt is None else tree.pool.prefixes
+        if job.retire or prefixes is not None:
             with contextlib.suppress(MemoryError, RuntimeError):  # without memory for the copy the trunk stays
                 tree.keep([tree.descend(best)])  # the evaluated part of the answer joins the trunk
-        if prefixes is not None and caches:
+        if prefixes is not None:
             prefixes.note(tree.prompt_length, tree.reused)
         for each in job.trees:
             each.save()
