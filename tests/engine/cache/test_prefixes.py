@@ -1,5 +1,6 @@
 """Cached prefixes: the tokens of a cold engine, whatever ran before and beside; the pool exact; no memory lost."""
 
+import contextlib
 import json
 import random
 from pathlib import Path
@@ -7,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from engine import Engine, KVMemoryError, Request, Session, UsageError
-from engine.load import pools
+from engine.load import loading, pools
 from search import DSBD, Greedy, Sample, Trie
 from tests.invariants import check_pool
 from tools.random_checkpoint import make
@@ -169,6 +170,31 @@ def test_sessions(folder, page_size):
         assert beside.stats["reused_tokens"] == 49
         sessions[0].close(), sessions[1].close()
         exact(warm)
+
+
+def evaluated(stream, prompt, turns=4, new=10):
+    """How many tokens of its prompt each turn of a conversation evaluates."""
+    for _ in range(turns):
+        *_, done = stream(prompt, Greedy(), max_new_tokens=new, ignore_eos=True)
+        yield len(prompt) - done.result.stats["reused_tokens"]
+        prompt = [*prompt, *done.result.outputs[0].token_ids, 5, 6]
+
+
+def test_a_session_keeps_more_than_idle_pages_may_take(folder, monkeypatch):
+    monkeypatch.setattr(loading, "IDLE", 80 * 256)  # 80 tokens
+    warm = Engine.load(folder, dtype="float32", prefix_cache="on")
+    assert [*evaluated(warm.stream, [*range(3, 63)])] == [60, 3, 4, 16]
+    with contextlib.closing(Session(warm)) as session:
+        assert [*evaluated(session.stream, [*range(63, 113)], 5)] == [50, 3, 3, 3, 3]
+    exact(warm)
+
+
+def test_a_session_keeps_keys_that_are_not_cached():
+    """Those of a model whose keys depend on the length of the sequence, up to the length from which they do."""
+    engine = Engine.load(ROOT / "tests/golden/llama/dynamic", dtype="float32", kv_memory=1 << 20, prefix_cache="on")
+    assert [*evaluated(engine.stream, [5, 6, 7], new=4)] == [3, 9, 15, 21]
+    with contextlib.closing(Session(engine)) as session:
+        assert [*evaluated(session.stream, [5, 6, 7], 7, new=4)] == [3, 3, 3, 3, 3, 33, 39]
 
 
 def test_companions(folder, page_size):
