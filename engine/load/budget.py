@@ -29,7 +29,7 @@ from engine.load.options import FORMATS_SHOWN, LoadOptions, bytes_of
 from engine.load.pools import MAX_TOKENS, in_context, least_stores, shares_of, total_memory, with_beams
 from engine.load.repacking import bytes_to_pack
 from engine.load.sizes import Workload, cgroup_limits, memory_of_process, size_text
-from engine.rules.grammars import KEPT_BYTES
+from engine.rules.grammars import most_bytes
 from engine.text.tokenizer import FILES
 from engine.text.tokenizer_files import read_file
 from engine.text.tokenizer_limits import parse
@@ -115,8 +115,6 @@ def plan(options: LoadOptions, workload: Workload, runtime: int | None = None) -
     if device.type != "cpu":
         raise UsageError("memory: the plan is for a CPU", remedy="use --kv-memory on a GPU, or add --device cpu")
     lines = {"runtime: Python, torch, kernels": runtime_bytes() if runtime is None else runtime}
-    if find_spec("llguidance") is not None:
-        lines["compiled grammars"] = KEPT_BYTES
     token, shapes, experts = 0, list[ModelShape](), None
     auto_drafts = options.place.size == 1 and options.compile == "off" and not cpp.why_not()  # see `chosen_drafter`
     drafts = auto_drafts if options.drafts == "auto" else options.drafts != "off"
@@ -132,6 +130,8 @@ def plan(options: LoadOptions, workload: Workload, runtime: int | None = None) -
             lines["rows of prompts for the draft head"] = rows
         format = f" ({quant})" if quant != "none" else ""
         lines[weights := f"{name} weights{format}".strip()] = size.weights
+        if role == "target" and workload.grammars and find_spec("llguidance") is not None:
+            lines["grammars and their vocabulary"] = most_bytes(size.config.vocab_size)
         if role == "target":
             packs = partial(bytes_to_pack, file_cache(options.cache), checkpoint, precision.dtype, quant)
             experts = ExpertBytes.of(size, weights, why_whole(options), packs)

@@ -90,12 +90,14 @@ class Workload:
         search: the search, whose least number of slots the cache must hold; None: one token.
         prompt, new: numbers of tokens.
         parallel: number of searches that share a pass.
+        grammars: whether a request may have a grammar.
     """
 
     search: Search | None = None
     prompt: int = 1
     new: int = 1
     parallel: int = 1
+    grammars: bool = True
 
     @property
     def rows(self) -> int:

@@ -34,11 +34,14 @@ ENDED = ("NoExtension", "NoExtensionBias")  # why a matcher stops where its gram
 NOTHING = "it allows no text"
 LONGEST = 1 << 19  # characters of a grammar: every state holds a copy of its text
 KEPT_BYTES = 16 << 20  # compiled grammars of all models, those of running requests included
+LIBRARY_BYTES, TOKEN_BYTES = 4 << 20, 290  # what llguidance takes, and for each token of a `Vocabulary`
 SOURCE_BYTES = 2 << 20  # texts of grammars that have passed the sandbox
 ADVANCE = 512  # bytes by which a grammar grows with a token: states of its lexer, which its matchers share
 FORCED = 64  # bytes of a forced text that are read at once
 WAYS = 16  # most tokens with which a forced text may begin
 EXPLORED = 32  # most states that are searched for a text that the model's tokens can spell
+CHARACTER = r'[^"\\\x00-\x1F\x7F]'  # within a JSON string, without escapes
+SLICES = [CHARACTER + "{1,10}", CHARACTER + "{1,30}"]  # tokens whose masks are computed once, where all are allowed
 LEAD = '" "?'  # for decoders that strip a text's first space: one may precede the value
 
 
@@ -114,6 +117,11 @@ def _text_of(kind: str, value: Any) -> str:
     return value
 
 
+def most_bytes(vocab_size: int) -> int:
+    """Return the bytes that the grammars of a model take at most, with their form of its vocabulary."""
+    return KEPT_BYTES + LIBRARY_BYTES + TOKEN_BYTES * vocab_size
+
+
 class Vocabulary:
     """A tokenizer in the form that llguidance needs, and the grammars that were compiled for it.
 
@@ -139,7 +147,8 @@ class Vocabulary:
         self.tokens += sorted({bytes([byte]) for byte in range(256)} - {*self.tokens})
         self.special_token_ids = [i for i, data in enumerate(self.tokens) if not data] + [self.size]
         self._sorted = sorted({data for data in self.tokens[: self.size] if data})
-        self._ours = self._guidance.LLTokenizer(self._guidance.TokenizerWrapper(self))
+        # Each slice is another trie of the tokens; llguidance's own three hold twice as much.
+        self._ours = self._guidance.LLTokenizer(self._guidance.TokenizerWrapper(self), slices=SLICES)
 
     def __call__(self, data: bytes) -> list[int]:
         """Part of llguidance's interface, for the tokens of forced texts; not called."""

@@ -70,8 +70,12 @@ def load_options(args: argparse.Namespace) -> LoadOptions:
 def _workload(args: argparse.Namespace) -> Workload:
     """The workload that `--memory` must hold: the command's search, if any, and its number of requests at once."""
     parallel = getattr(args, "parallel", 1)
-    from search.base import make_search  # here, because it needs torch
+    from engine.rules.grammars import KINDS  # here, because they need torch
+    from search.base import make_search
 
     if not hasattr(args, "search"):
         return Workload(parallel=parallel)
-    return Workload(make_search(args.search, search_params(args)), 1, getattr(args, "max_new_tokens", 1), parallel)
+    several = getattr(args, "prompt", None) is None  # requests with parameters of their own
+    grammars = several or any(getattr(args, kind, None) is not None for kind in KINDS)
+    search = make_search(args.search, search_params(args))
+    return Workload(search, 1, getattr(args, "max_new_tokens", 1), parallel, grammars)

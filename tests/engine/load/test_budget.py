@@ -10,6 +10,7 @@ import subprocess
 import sys
 from collections.abc import Iterable, Iterator
 from dataclasses import replace
+from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
@@ -17,6 +18,8 @@ import torch
 
 from engine import Engine, KVMemoryError, UsageError
 from engine.app.chat import main
+from engine.app.chat_flags import parser
+from engine.app.cli.loading import load_options
 from engine.demo import demo_folder
 from engine.load.budget import (
     ENTRY,
@@ -33,6 +36,7 @@ from engine.load.budget import (
 from engine.load.options import FORMATS_SHOWN, LoadOptions
 from engine.load.pools import check_memory
 from engine.load.sizes import Workload, cgroup_limits
+from engine.rules.grammars import most_bytes
 from kernels.linear import PackedParts
 from kernels.linear.blocks import BLOCKS
 from models import FAMILIES, load_model
@@ -388,6 +392,42 @@ def test_nothing_is_drafted_for_a_reward_model():
         for drafts in ("off", "ngrams")
     )
     assert [name for name, size in some.lines.items() if size > off.lines[name]] == ["target scratch of a pass"]
+
+
+VOCABULARY = """
+import sys
+from pathlib import Path
+from engine.load.budget import peak, resident
+from engine.rules.grammars import KEPT_BYTES, Vocabulary, most_bytes
+from engine.text.tokenizer import Tokenizer
+from models.trim import trim_memory
+tokenizer = Tokenizer.load(sys.argv[1])
+trim_memory()
+before = resident()
+Path("/proc/self/clear_refs").write_text("5")
+vocabulary = Vocabulary(tokenizer)
+print(most_bytes(tokenizer.size) - KEPT_BYTES, peak() - before)
+"""
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
+@pytest.mark.skipif(find_spec("llguidance") is None, reason="llguidance is not installed (extra grammar)")
+def test_the_vocabulary_of_grammars_is_counted(checkpoint, tmp_path):
+    """At its first grammar, a process takes as much for the tokens of Gemma 3 as for 80 MB of weights."""
+    (tmp_path / "tokenizer.json").write_text(json.dumps(random_checkpoint.tokenizer_json(1 << 17)))
+    command = [sys.executable, "-c", VOCABULARY, str(tmp_path)]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=300, check=True)
+    counted, taken = map(int, done.stdout.split())
+    assert counted / 1.4 < taken < counted * 1.05, (counted / MB, taken / MB)
+    without, some = (plan(LoadOptions(checkpoint), Workload(grammars=each), 0) for each in (False, True))
+    assert some.fixed - without.fixed == most_bytes(12000)
+
+
+def test_a_single_reply_counts_no_grammar_that_it_does_not_have():
+    flags = ["--memory", "1G", "-p", "Hello"]
+    for more, counted in (([], False), (["--regex", "[a-z]+"], True)):
+        assert load_options(parser().parse_args([*flags, *more])).workload.grammars == counted
+    assert load_options(parser().parse_args(flags[:2])).workload.grammars  # `/set` may give one
 
 
 HOLES = """
