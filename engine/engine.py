@@ -20,7 +20,7 @@ from engine.drafts.choice import chosen_drafter
 from engine.drafts.requested import RequestedDrafters
 from engine.embeddings import embedding_of, embedding_requests, stacked
 from engine.errors import CoppiceError, UsageError, check_integer, shortened
-from engine.load.budget import allow
+from engine.load.budget import MemoryLimits, allow
 from engine.load.flags import takes
 from engine.load.hub import located
 from engine.load.loading import LoadedModel, check_companion, load_models
@@ -98,13 +98,14 @@ class Engine:
         release_libraries()
         if options.memory is not None:
             return_large_blocks()
-        kv_memory, experts, limit = (options.kv_bytes, None, None) if options.memory is None else allow(options)
-        models = load_models(options, kv_memory, experts)
-        for model in models.values():
-            model.runner.pool.limit = limit
+        allowed = MemoryLimits(options.kv_bytes) if options.memory is None else allow(options)
+        models = load_models(options, allowed.cache, allowed.experts)
+        for role, model in models.items():
+            model.runner.pool.limit = allowed.limit
+            model.runner.most_rows = None if role == "reward" else allowed.rows
         if options.prefix_cache == "on":
             for model in models.values():
-                model.cache_prefixes(bounded=kv_memory is None)
+                model.cache_prefixes(bounded=allowed.cache is None)
         target, *others = [Engine(model, options.parallel) for model in models.values()]
         target.companions = dict(zip([*models][1:], others, strict=True))
         if callable(options.reward):

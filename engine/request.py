@@ -20,7 +20,7 @@ from engine.drafts.requested import RequestedDrafters
 from engine.errors import ContextError, UsageError, check_flag, check_integer, shortened
 from engine.load.loading import LoadedModel
 from engine.load.options import RewardFunction
-from engine.load.pools import check_memory
+from engine.load.pools import check_memory, check_rows
 from engine.rewards import Messages, check_messages
 from engine.rules import ONE_OF, Rules, Words
 from engine.rules.begin import heal, spellings
@@ -291,6 +291,7 @@ def check_request(models: Models, request: Request, share: float = 1.0) -> Check
     thoughts = target.template.thoughts if target.template else None
     constrained = request.at_work(ids, limit, vocab_size, eos, target.tokenizer, thoughts)
     check_memory(target.runner.pool, request.search, len(ids), limit, share)
+    check_rows(target.runner.most_rows, request.search)
     drafts = models.drafters.of(request.drafts, models)
     drafts = None if request.search.drafts_itself else drafts
     return Checked(request, ids, limit, eos, stops, constrained, healed, drafts)

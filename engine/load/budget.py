@@ -26,7 +26,7 @@ from engine.load.loading import (
     pick_quant,
 )
 from engine.load.options import FORMATS_SHOWN, LoadOptions, bytes_of
-from engine.load.pools import MAX_TOKENS, in_context, least_stores, shares_of, total_memory, with_beams
+from engine.load.pools import MAX_TOKENS, ROWS_PART, in_context, least_stores, shares_of, total_memory, with_beams
 from engine.load.repacking import bytes_to_pack
 from engine.load.sizes import Workload, cgroup_limits, memory_of_process, size_text
 from engine.rules.grammars import most_bytes
@@ -62,12 +62,16 @@ class MemoryPlan:
         token: bytes of the cache per token, all models together, with the share of states of recurrent layers.
         least: bytes of the smallest cache.
         experts: the target's experts, which its weights include; None: it has none.
+        rows: rows of log-probabilities of a pass that `lines` count.
+        row: bytes of another one, all models together.
     """
 
     lines: Mapping[str, int]
     token: int
     least: int = 0
     experts: ExpertBytes | None = None
+    rows: int = TOKENS
+    row: int = 0
 
     @property
     def fixed(self) -> int:
@@ -85,6 +89,15 @@ class MemoryPlan:
     def left(self, memory: int) -> int:
         """Bytes that are left for slots of the cache."""
         return memory - self.fixed - RESERVED * self.token
+
+    def more_rows(self, free: int) -> int:
+        """Rows of log-probabilities that some free bytes hold, beyond those that `lines` count."""
+        return min(TOKENS - self.rows, max(0, free) // self.row)
+
+    def most_rows(self, free: int) -> int | None:
+        """Rows that some free bytes and `lines` hold; None: as many as a pass has tokens."""
+        rows = self.rows + self.more_rows(free)
+        return rows if rows < TOKENS else None
 
     def with_experts(self, limit: int) -> "MemoryPlan":
         """The same plan with `limit` bytes of the target's experts in memory."""
@@ -115,7 +128,7 @@ def plan(options: LoadOptions, workload: Workload, runtime: int | None = None) -
     if device.type != "cpu":
         raise UsageError("memory: the plan is for a CPU", remedy="use --kv-memory on a GPU, or add --device cpu")
     lines = {"runtime: Python, torch, kernels": runtime_bytes() if runtime is None else runtime}
-    token, shapes, experts = 0, list[ModelShape](), None
+    token, shapes, experts, rows, row = 0, list[ModelShape](), None, TOKENS, 0
     auto_drafts = options.place.size == 1 and options.compile == "off" and not cpp.why_not()  # see `chosen_drafter`
     drafts = auto_drafts if options.drafts == "auto" else options.drafts != "off"
     folders = {**options.folders, **({"draft": options.folder} if options.drafts == "mtp" else {})}
@@ -126,8 +139,8 @@ def plan(options: LoadOptions, workload: Workload, runtime: int | None = None) -
         size = measure(checkpoint, precision.dtype, device, quant, options.place, own_head=own_head)
         name = role if len(folders) > 1 else ""
         if own_head or checkpoint.architecture in HEADS:
-            rows = workload.slots[0] * size.config.width * precision.dtype.itemsize
-            lines["rows of prompts for the draft head"] = rows
+            prompts = workload.slots[0] * size.config.width * precision.dtype.itemsize
+            lines["rows of prompts for the draft head"] = prompts
         format = f" ({quant})" if quant != "none" else ""
         lines[weights := f"{name} weights{format}".strip()] = size.weights
         if role == "target" and workload.grammars and find_spec("llguidance") is not None:
@@ -141,31 +154,38 @@ def plan(options: LoadOptions, workload: Workload, runtime: int | None = None) -
             lines["weights of adapters"] = sum(adapter.bytes(small, precision.dtype) for adapter in adapters.values())
         if not own_head:
             lines[f"{name} tokenizer".strip()] = _pieces(checkpoint.vocabulary) or _tokenizer(checkpoint.folder)
-        scratch = _scratch(size, precision.dtype, workload, drafts and role != "reward")
-        lines[f"{name} scratch of a pass".strip()] = scratch
+        counted, each = _rows(size, precision.dtype, workload, drafts and role != "reward")
+        lines[f"{name} scratch of a pass".strip()] = _scratch(size, precision.dtype) + counted * each
+        rows, row = counted if role == "target" else rows, row + each * (role != "reward")
         token += size.shape.kv_bytes_per_token(dtype_of_cache(options.kv_dtype, precision.dtype))
         shapes.append(size.shape)
     if drafts and options.drafts in ("suffix", "auto"):
         lines["suffix store, when full"] = full_store_bytes()
-    return MemoryPlan(lines, token * shares_of(shapes), least_stores(shapes), experts)
+    return MemoryPlan(lines, token * shares_of(shapes), least_stores(shapes), experts, rows, row)
 
 
-class AllowedBytes(NamedTuple):
-    """The bytes that keep a process within its memory: for the cache, and for experts; None: all experts fit.
+class MemoryLimits(NamedTuple):
+    """What keeps a process within its memory.
 
-    `limit` is that memory, if the cache gets all that the rest leaves of it.
+    Attributes:
+        cache: bytes of the cache; None: it is not limited.
+        experts: bytes of experts; None: all fit.
+        limit: that memory, if the cache gets what the rest leaves of it.
+        rows: rows of log-probabilities that searches may request in a pass; None: as many as a pass has tokens.
     """
 
-    cache: int
+    cache: int | None
     experts: int | None = None
     limit: int | None = None
+    rows: int | None = None
 
 
-def allow(options: LoadOptions) -> AllowedBytes:
-    """The bytes that keep a process within `options.memory`.
+def allow(options: LoadOptions) -> MemoryLimits:
+    """What keeps a process within `options.memory`.
 
-    If that does not hold all experts of a mixture, experts and cache get the least that they need, and each half of the
-    rest, unless `options.kv_memory` sets the size of the cache.
+    A part of what is left (`ROWS_PART`) is for rows beyond those of the workload, and the cache gets the rest; if the
+    memory does not hold all experts of a mixture, experts and cache get the least that they need, and each half of the
+    rest. If `options.kv_memory` sets the size of the cache, the others get all that is left.
 
     Raises:
         CheckpointError: see `Engine.load`.
@@ -191,11 +211,12 @@ def allow(options: LoadOptions) -> AllowedBytes:
             where=planned.spelled(0, "none yet"),
             remedy="leave out --kv-memory, or lower it",
         )
-    spare = 0 if experts is None else memory - planned.total(least)
-    cache = kv_memory if kv_memory is not None else min(left - spare // 2, MAX_TOKENS * planned.token)
+    spare = memory - planned.total(least)
+    cache = left - spare // 2 if experts is not None else left - planned.more_rows(spare // ROWS_PART) * planned.row
+    cache = kv_memory if kv_memory is not None else min(cache, MAX_TOKENS * planned.token)
     if experts is not None:
-        return AllowedBytes(cache, min(experts.least + left - cache, experts.every))
-    return AllowedBytes(cache, limit=memory if kv_memory is None else None)
+        return MemoryLimits(cache, min(experts.least + left - cache, experts.every), rows=planned.most_rows(0))
+    return MemoryLimits(cache, limit=memory if kv_memory is None else None, rows=planned.most_rows(left - cache))
 
 
 def _remedies(options: LoadOptions, memory: int, workload: Workload, needed: int) -> str:
@@ -260,9 +281,16 @@ def _of_file(path: Path, size: int) -> int:
     return TOKENIZER_LEAST + ENTRY * sum(len(part) for part in parts if isinstance(part, dict | list))
 
 
-def _scratch(size: ModelSize, dtype: torch.dtype, workload: Workload, drafts: bool) -> int:
-    """Bytes that a pass computes (kernels/stack/native.cpp), and log-probabilities of the rows of searches, and of the
-    nodes drafted under them if there are `drafts`."""
+def _rows(size: ModelSize, dtype: torch.dtype, workload: Workload, drafts: bool) -> tuple[int, int]:
+    """The rows of log-probabilities of a pass, those of nodes drafted under searches included if there are `drafts`,
+    and the bytes of each."""
+    vocab_size = size.config.vocab_size
+    drafted = most_drafted(vocab_size) if drafts and not getattr(workload.search, "drafts_itself", False) else 0
+    return min(TOKENS, workload.rows + workload.parallel * drafted), vocab_size * (max(dtype.itemsize, 2) + 2 * 4)
+
+
+def _scratch(size: ModelSize, dtype: torch.dtype) -> int:
+    """Bytes that a pass computes (kernels/stack/native.cpp), without rows of log-probabilities."""
     c, element = size.config, max(dtype.itemsize, 2)
     heads = max(2 * (c.query_heads(i) + c.kv_size(i)[0]) * c.kv_size(i)[1] for i in range(c.layers))
     heads += 4 * c.width * (c.convs is not None)
@@ -276,9 +304,7 @@ def _scratch(size: ModelSize, dtype: torch.dtype, workload: Workload, drafts: bo
     if c.experts is not None:  # rows of a token by each expert that it chose, and those of the shared one
         row += c.experts.routing.chosen * (c.width + 3 * c.experts.width) + c.width + 3 * c.experts.shared_width
         row += c.experts.count
-    drafted = most_drafted(c.vocab_size) if drafts and not getattr(workload.search, "drafts_itself", False) else 0
-    rows = min(TOKENS, workload.rows + workload.parallel * drafted)
-    return TOKENS * row * element + rows * c.vocab_size * (element + 2 * 4)
+    return TOKENS * row * element
 
 
 # --- limits ---
@@ -376,7 +402,9 @@ def table(options: LoadOptions, search_of: Any, new: int) -> str:
                 w, k, s, r, t = map(_megabytes, numbers)
                 dtype = str(dtype_of_cache(kv_dtype, precision.dtype)).removeprefix("torch.")
                 rows.append(["own" if own else quant, w, dtype, k, str(beams), str(tokens), s, r, t])
-                rows[-1] += [] if memory is None else [str(max(0, planned.left(memory) // planned.token))]
+                if memory is not None:
+                    more = planned.row * planned.more_rows((memory - planned.total(work.slots[0])) // ROWS_PART)
+                    rows[-1].append(str(max(0, (planned.left(memory) - more) // planned.token)))
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     lines = [
         "  ".join(f"{x:{n}}" if i in (0, 2) else f"{x:>{n}}" for i, (x, n) in enumerate(zip(row, widths, strict=True)))

@@ -15,7 +15,7 @@ import torch
 
 from engine.cache.pool import PagePool
 from engine.contract import Search
-from engine.contract.checks import slots_of
+from engine.contract.checks import rows_of, slots_of
 from engine.errors import KVMemoryError, UsageError
 from engine.load.distributed import least
 from engine.load.sizes import cgroup_limits, mapped_files, memory_of_process, size_text
@@ -25,6 +25,7 @@ from models.shard import Shard
 ROWS, STATES = 4096, 256  # most rows and states of recurrent layers in an automatic pool
 STATES_LEAST = 3  # a trunk's state, the previous one while a pass runs, and one of a branch
 PAGE_SIZE = {"cpu": 1, "cuda": 16}  # tokens; single ones waste nothing, larger ones suit a GPU's memory
+ROWS_PART = 8  # with `--memory`, 1 / ROWS_PART of what is left is for more rows of log-probabilities
 MAX_TOKENS = 1 << 18  # automatic pools stop here; --kv-memory may ask for more
 
 
@@ -219,11 +220,29 @@ def check_memory(pool: PagePool, search: Search, prompt: int, new: int, share: f
     )
 
 
+def check_rows(most: int | None, search: Search) -> None:
+    """Check that a pass has room for the rows that a search requests at once.
+
+    Args:
+        most: rows for which `--memory` leaves room; None: no limit.
+
+    Raises:
+        UsageError: it has not.
+        SearchError: `most_rows` failed.
+    """
+    if most is not None and (rows := rows_of(search)) > most:
+        raise UsageError(
+            f"the search requests {rows} rows of log-probabilities at once, --memory leaves room for {most}",
+            remedy="give a smaller search, or load the model with more --memory, or for such a search",
+        )
+
+
 def _budget(pool: PagePool, pages: int, share: float) -> str:
     """The `kv_memory`, or the `memory` if that left the pool its bytes, of which a share holds some pages."""
-    missing = math.ceil(pages / share) - pool.pages
-    budget = pool.pages * pool.budget_page_bytes if pool.limit is None else pool.limit
-    return size_text(budget + missing * pool.budget_page_bytes, math.ceil)
+    missing = (math.ceil(pages / share) - pool.pages) * pool.budget_page_bytes
+    if pool.limit is None:
+        return size_text(pool.pages * pool.budget_page_bytes + missing, math.ceil)
+    return size_text(pool.limit + math.ceil(missing * ROWS_PART / (ROWS_PART - 1)), math.ceil)
 
 
 def _most_beams(search: Search, prompt: int, new: int, case: int, room: int) -> int:

@@ -32,7 +32,7 @@ from engine.step.partial import Pending, known_rows, partial_answer
 from engine.step.phases import PhaseObserver, observed_read, phase
 from engine.step.runner import Rows, Runner
 from engine.step.strategies import strategy_of
-from engine.step.turns import first_turn, in_order, note_turn
+from engine.step.turns import first_turn, in_order, note_turn, rows_asked, within
 from models.threads import MACHINE
 
 
@@ -178,7 +178,7 @@ class Driver:
             batch = self.batches(model, self.runners[model], time.perf_counter())
             room, chosen = batch.runner.budget if room is None else room, []
             first, theirs = first_turn(jobs, room)
-            for job in in_order(jobs):
+            for job in within(in_order(jobs), first, most := batch.runner.most_rows):
                 theirs = 0 if job is first else theirs
                 if room > theirs and job in self.running and (chunk := self._allocate(job, room - theirs)) is not None:
                     chosen.append((job, chunk))
@@ -186,7 +186,8 @@ class Driver:
             # Without those that were preempted meanwhile.
             kept = [(job, chunk) for job, chunk in chosen if job in self.running and job.pending]
             note_turn(jobs, [job for job, _ in kept])
-            drafted = Guessing(kept, room, self.work)
+            spare = room if most is None else min(room, most - rows_asked([job for job, _ in kept]))
+            drafted = Guessing(kept, spare, self.work)
             for (job, _), chunk in zip(kept, drafted.chunks, strict=True):
                 batch.add(job, chunk)
             batch.began += drafted.seconds

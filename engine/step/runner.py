@@ -132,6 +132,9 @@ class Runner:
         budget: most tokens per pass; longer prompts are split into chunks.
         impl, rows, token_buckets, word_buckets: see `Packer`; buckets are for compiled models.
         dtype: the model's; None: the cache's.
+
+    Attributes:
+        most_rows: most rows of log-probabilities that searches request in a pass; None: no limit.
     """
 
     def __init__(
@@ -155,6 +158,7 @@ class Runner:
         self._packed_by: dict[str, Any] = {}  # the options of the packer
         self.head = Head(model, vocab_size, impl)
         self.time, self.overlap = PassTime(), Overlap()
+        self.most_rows: int | None = None
         self.observer: PhaseObserver | None = None
 
     def pack(self, chunks: Sequence[Chunk]) -> Pass:

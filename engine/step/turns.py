@@ -3,6 +3,9 @@
 Short requests come first, so that they decode while a long prompt fills the rest. A long request would wait as long as
 wide searches ask again after each pass, or shorter prompts keep arriving. Therefore up to half of a pass is reserved
 for one request: the one that has waited longest, of the client that has been in no pass for longest.
+
+Where `--memory` limits the rows of log-probabilities of a pass, that request gets its rows first, and the others, in
+their order, as many as are left.
 """
 
 from collections.abc import Sequence
@@ -29,6 +32,30 @@ def first_turn(jobs: Sequence[Job], room: int) -> tuple[Job | None, int]:
         missed[job.client] = min(job.missed, missed.get(job.client, job.missed))
     first = max(jobs, key=lambda job: (missed[job.client], _asked(job).waited), default=None)
     return first, 0 if first is None else min(_asked(first).left, room // KEPT_PART)
+
+
+def within(jobs: Sequence[Job], first: Job | None, rows: int | None) -> list[Job]:
+    """The searches whose rows a pass has room for, in their order.
+
+    Args:
+        jobs: searches that wait for rows.
+        first: one of them, which is in the pass even if it asks for more rows.
+        rows: most rows of the pass; None: no limit.
+    """
+    if rows is None or first is None:
+        return [*jobs]
+    left, found = rows - rows_asked([first]), []
+    for job in jobs:
+        count = 0 if job is first else rows_asked([job])
+        if job is first or count <= left:
+            found.append(job)
+            left -= count
+    return found
+
+
+def rows_asked(jobs: Sequence[Job]) -> int:
+    """The rows that some searches wait for."""
+    return sum(len(_asked(job).asked) for job in jobs)
 
 
 def least_room(jobs: Sequence[Job], budget: int) -> int:

@@ -16,7 +16,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from engine import Engine, KVMemoryError, UsageError
+from engine import Engine, KVMemoryError, Request, UsageError
 from engine.app.chat import main
 from engine.app.chat_flags import parser
 from engine.app.cli.loading import load_options
@@ -270,7 +270,7 @@ def test_a_budget_is_kept(checkpoint):
     _, peak, pages, memory = map(int, done.stdout.split())
     assert peak <= memory
     token = 2 * 4 * 384 * 4
-    assert abs(pages * token - spare) < 24 * MB  # the process grew between the two plans
+    assert abs(pages * token - spare * 7 / 8) < 24 * MB  # the process grew between the two plans
 
 
 def test_refusal_spells_the_sum_out(checkpoint, monkeypatch):
@@ -302,7 +302,7 @@ def test_what_is_left_is_the_caches(checkpoint, monkeypatch):
     fixed = plan(LoadOptions(checkpoint), Workload()).fixed
     options = LoadOptions(checkpoint, memory=fixed + 40 * MB, workload=Workload())
     assert 30 * MB < allow(options).cache < 41 * MB
-    assert allow(replace(options, kv_memory=5 * MB)) == (5 * MB, None, None)
+    assert allow(replace(options, kv_memory=5 * MB))[:3] == (5 * MB, None, None)
     with pytest.raises(UsageError, match=r"--kv-memory 300\.0 MB is more than"):
         allow(replace(options, kv_memory="300M"))
 
@@ -341,6 +341,45 @@ def test_tokenizers_are_counted(tmp_path):
     assert _tokenizer(tmp_path) == TOKENIZER * 6
     (tmp_path / "tokenizer.json").write_text('{"model": []}')
     assert _tokenizer(tmp_path) == TOKENIZER_LEAST
+
+
+def test_more_rows_get_a_part_of_what_is_left(checkpoint, monkeypatch):
+    """A request whose rows have no room is refused."""
+    monkeypatch.setattr("engine.load.budget.runtime_bytes", lambda: 200 * MB)
+    work, row = Workload(parallel=4), 12000 * (4 + 2 * 4)
+    need = plan(LoadOptions(checkpoint), work).total(1)
+    options = LoadOptions(checkpoint, workload=work)
+    rows = [allow(replace(options, memory=need + spare)).rows for spare in (MB, 40 * MB, 1000 * MB)]
+    assert rows[0] == 4 and 4 + 30 * MB // 8 // row < rows[1] <= 4 + 41 * MB // 8 // row and rows[2] is None
+    some = allow(replace(options, memory=need + 40 * MB, kv_memory=30 * MB))
+    assert 4 + 8 * MB // row < some.rows <= 4 + 11 * MB // row  # all that such a cache leaves
+    engine = Engine.load(checkpoint, memory=need + 9 * MB, workload=work, threads=2, drafts="off")
+    room = engine.runner.most_rows
+    assert 4 <= room < 16
+    with pytest.raises(UsageError, match=f"requests 64 rows of log-probabilities at once, --memory .* for {room}"):
+        engine.generate([[5, 6]], Trie(beams=64), max_new_tokens=4)
+    engine.generate([[5, 6]], Trie(beams=room), max_new_tokens=4)
+
+
+@needs_cpp
+@pytest.mark.parametrize("drafts", ["off", "ngrams"])
+def test_wide_requests_share_the_rows_that_are_planned(checkpoint, drafts, monkeypatch):
+    """A request waits while a pass has no room for its rows, and its answer is the same."""
+    engine = Engine.load(checkpoint, dtype="float32", kv_memory="8M", threads=1, drafts=drafts)
+    seen, evaluate, best = [], engine.runner.evaluate, engine.runner.evaluate_top_sums
+    monkeypatch.setattr(engine.runner, "evaluate", lambda work: (seen.append(len(work.asked)), evaluate(work))[1])
+    monkeypatch.setattr(
+        engine.runner, "evaluate_top_sums", lambda work, sums: (seen.append(len(work.asked)), best(work, sums))[1]
+    )
+    searches = [Trie(beams=6), Sample(num_return_sequences=8), Trie(beams=2), Greedy()]
+    requests = [Request([*range(5 + i, 15 + i)], each, 5, ignore_eos=True) for i, each in enumerate(searches)]
+    found = []
+    for most in (None, 8):
+        engine.runner.most_rows = most
+        seen.clear()
+        found.append([outcome.outputs for _, outcome in sorted(engine.serve(requests), key=lambda each: each[0])])
+        assert (max(seen) <= 8) == (most == 8), seen
+    assert found[0] == found[1]
 
 
 def test_plan_and_workload():

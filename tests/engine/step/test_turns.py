@@ -5,7 +5,7 @@ from types import SimpleNamespace
 import pytest
 
 from engine.step.jobs import Job
-from engine.step.turns import first_turn, in_order, least_room, note_turn
+from engine.step.turns import first_turn, in_order, least_room, note_turn, within
 
 ROOM = 256
 
@@ -94,3 +94,31 @@ def test_predictions_leave_room_for_those_that_wait():
     assert least_room([], ROOM) == 0
     assert least_room([job(3), job(4)], ROOM) == 7
     assert least_room([job(3), job(1000)], ROOM) == 128
+
+
+def with_rows(count, **others):
+    found = job(count, **others)
+    found.pending.asked = {*range(count)}
+    return found
+
+
+def test_rows_are_limited_in_order():
+    jobs = [with_rows(count) for count in (1, 3, 6, 9)]
+    assert within(jobs, jobs[0], None) == jobs == within(jobs, jobs[0], 19)
+    assert within(jobs, jobs[2], 16) == jobs[:3]
+    assert within(jobs, jobs[3], 10) == [jobs[0], jobs[3]]  # the first turn is before the order
+    assert within(jobs, jobs[3], 4) == [jobs[3]]
+    assert within([], None, 4) == []
+
+
+def test_every_search_gets_its_rows():
+    jobs, seen = [with_rows(count) for count in (16, 16, 1, 1, 9)], [0] * 5
+    for _ in range(12):
+        first, _ = first_turn(jobs, ROOM)
+        chosen = within(in_order(jobs), first, 16)
+        assert sum(each.pending.left for each in chosen) <= 16
+        note_turn(jobs, chosen)
+        for i, each in enumerate(jobs):
+            seen[i] += each in chosen
+            each.pending.waited *= each not in chosen
+    assert min(seen) >= 3
