@@ -165,7 +165,7 @@ def plan(options: LoadOptions, workload: Workload, runtime: int | None = None) -
 
 
 class MemoryLimits(NamedTuple):
-    """What keeps a process within its memory.
+    """The limits that keep a process within its memory.
 
     Attributes:
         cache: bytes of the cache; None: it is not limited.
@@ -181,7 +181,7 @@ class MemoryLimits(NamedTuple):
 
 
 def allow(options: LoadOptions) -> MemoryLimits:
-    """What keeps a process within `options.memory`.
+    """Return the limits that keep a process within `options.memory`.
 
     A part of what is left (`ROWS_PART`) is for rows beyond those of the workload, and the cache gets the rest; if the
     memory does not hold all experts of a mixture, experts and cache get the least that they need, and each half of the

@@ -43,7 +43,7 @@ class Laguna(Decoder):
             fields = fields.changed({"rope_parameters": ROPES})
         elif not isinstance(nested, dict) or any(not nested.get(kind) for kind in kinds):
             raise fields.error("rope_parameters", f"parameters of {' and '.join(sorted({*kinds}))}")
-        bases = {kind: ("", ROPES[kind]["rope_theta"]) for kind in {*kinds}}
+        bases = {kind: ("", ROPES[kind]["rope_theta"]) for kind in dict.fromkeys(kinds)}
         mixed = experts(
             fields,
             count=256,

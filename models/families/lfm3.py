@@ -37,7 +37,7 @@ class LFM3(Decoder):
         options = rotary(fields, positions=128_000, kv_heads=4, head_dim=128, tied=True, one_rope=False, bias=False)
         default = [FULL if i % 4 == 2 else SLIDING if i % 4 == 0 and i else CONV for i in range(options["layers"])]
         kinds = layer_types(fields, default, (CONV, FULL, SLIDING))
-        tables = {kind: rope(fields, kind, options) for kind in {*kinds} - {CONV}}
+        tables = {kind: rope(fields, kind, options) for kind in dict.fromkeys(kinds) if kind != CONV}
         eps = "norm_eps" if config.get("rms_norm_eps") is None else "rms_norm_eps"
         return Config(
             norm_eps=fields.float(eps, default=1e-5, low=0.0),
