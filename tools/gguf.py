@@ -86,7 +86,7 @@ def write_files(source: Checkpoint, config: Mapping[str, Any], folder: Path) -> 
     """Write the files of a checkpoint except the weights: `config`, the end-of-sequence ids, the tokenizer."""
     _write(folder / "config.json", config)
     if vocabulary := source.vocabulary:
-        _write(folder / "generation_config.json", source.generation_config)
+        _write(folder / "generation_config.json", source.generation_config or {})
         _write(folder / "tokenizer_config.json", vocabulary.config())
         if vocabulary.has_scores:
             (folder / "tokenizer.model").write_bytes(vocabulary.model())
