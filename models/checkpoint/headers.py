@@ -76,8 +76,7 @@ WITH_EMBEDDINGS = (Compressed, MLX, MobileGemma, ModuleSchemes, TorchAO)  # meth
 
 @dataclass(frozen=True)
 class Checkpoint:
-    """A folder in Hugging Face layout. `config` and `generation_config` are the parsed files; the second is None
-    if there is none.
+    """A folder in Hugging Face layout. `config` and `generation_config` (None: absent) are the parsed files.
 
     `tensors` comes from the headers alone: opening a checkpoint reads no weights and allocates nothing of their size.
     For a GGUF file `folder` is the file, and `gguf` its header, from which the parsed files are made; `vocabulary` is
