@@ -299,7 +299,8 @@ def keep_what_differs(folder: Path, twin: Path, golden: dict[str, Any]) -> None:
 
 
 def main() -> None:
-    names = {path.stem for path in (ROOT / "tools" / "golden").glob("[a-z]*.py")} - {"base", "storage"}
+    shared = {"base", "random_tensors", "storage"}
+    names = {path.stem for path in (ROOT / "tools" / "golden").glob("[a-z]*.py")} - shared
     families: dict[str, dict[str, Variant]] = {
         name: importlib.import_module(f"tools.golden.{name}").VARIANTS for name in sorted(names)
     }

@@ -7,7 +7,7 @@ import torch
 import transformers
 from transformers import AutoModelForCausalLM, AutoModelForImageTextToText, AutoModelForSequenceClassification
 
-from tools.golden.base import draw_all
+from tools.golden.random_tensors import draw_all
 
 # Of tokens and positions.
 TABLES = (

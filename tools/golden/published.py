@@ -17,7 +17,8 @@ from typing import Any
 import torch
 from safetensors.torch import load_file
 
-from tools.golden.base import ABSENT, FEW, VOCAB, Variant, draw_all, write_checkpoint, write_json, write_tensors
+from tools.golden.base import ABSENT, FEW, VOCAB, Variant, write_checkpoint, write_json, write_tensors
+from tools.golden.random_tensors import draw_all
 
 WIDTH, MLP, LAYERS, HEADS, GROUPS, SIZE = 32, 40, 2, 4, 2, 8
 KINDS = {"q": HEADS, "k": GROUPS, "v": GROUPS}
