@@ -319,6 +319,13 @@ def tanh(x):
     return tl.where(square < 0.3, x + x * square * y, tl.where(x < 0, -far, far))
 
 
+@triton.jit
+def inverse_root(x):
+    """1 / sqrt(x), both steps rounded to nearest: by a GPU's fast ones, off by a few units in the last place, all
+    elements of a row would be wrong alike."""
+    return tl.div_rn(1.0, tl.sqrt_rn(x))
+
+
 @functools.cache
 def counters(device: torch.device) -> Tensor:
     """Zeros for `last_of`: kernels of a device run one after the other, and leave them as they were."""

@@ -12,7 +12,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from kernels.gpu import INTERPRETED, after_the_last, cast, check_device, launch, raw
+from kernels.gpu import INTERPRETED, after_the_last, cast, check_device, inverse_root, launch, raw
 from kernels.kv_fp8 import LARGEST_NUMBER as FP8_MOST
 from kernels.kv_fp8 import PER_STEP as FP8_PER_STEP
 from kernels.kv_int8 import LEAST_SCALE, PER_STEP
@@ -238,7 +238,7 @@ def _turn(
     )  # fmt: skip
     if VALUES:
         wide_MD = written_MD.to(tl.float32)
-        wide_MD *= 1 / tl.sqrt(tl.sum(wide_MD * wide_MD, 1) / D + eps)[:, None]
+        wide_MD *= inverse_root(tl.sum(wide_MD * wide_MD, 1) / D + eps)[:, None]
         written_MD = cast(wide_MD, dtype)
     slot_M = tl.load(slots_ptr + t_M, mask=real_M, other=0)
     store_rows(x_MD, k_ptr, g_M, slot_M, stride_kg, k_M, D, D2)
@@ -263,7 +263,7 @@ def _moments(x_MD, real_D, row_M, eps, D: tl.constexpr, NORM: tl.constexpr, ALL:
     if NORM == 2:
         mean_M = _total(x_MD, ALL) * share
     far_MD = tl.where(row_M[:, None] & real_D[None, :], x_MD - mean_M[:, None], 0.0)
-    return mean_M, 1 / tl.sqrt(_total(far_MD * far_MD, ALL) * share + eps)
+    return mean_M, inverse_root(_total(far_MD * far_MD, ALL) * share + eps)
 
 
 @triton.jit

@@ -11,7 +11,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from kernels.gpu import INTERPRETED, after_the_last, cast, check_device, launch, tanh
+from kernels.gpu import INTERPRETED, after_the_last, cast, check_device, inverse_root, launch, tanh
 from kernels.rows import triton_sums
 from kernels.rows.checks import ACTIVATIONS, GATES, SPAN, LogSoftmax, TopSums, Vectors
 from kernels.rows.triton_next import next_nodes as next_nodes  # an operator of this implementation
@@ -215,7 +215,7 @@ def _norm(x_ME, weight_ptr, bias_ptr, e_E, eps, NORM: tl.constexpr, E: tl.conste
     if NORM == 2:
         mean_M = tl.sum(x_ME, 1) / E
         x_ME = tl.where((e_E < E)[None, :], x_ME - mean_M[:, None], 0.0)
-    inverse_M = 1 / tl.sqrt(tl.sum(x_ME * x_ME, 1) / E + eps)
+    inverse_M = inverse_root(tl.sum(x_ME * x_ME, 1) / E + eps)
     y_ME = x_ME * inverse_M[:, None] * weight_E[None, :]
     if NORM == 2:
         y_ME += tl.load(bias_ptr + e_E, mask=e_E < E, other=0.0).to(tl.float32)[None, :]

@@ -14,7 +14,7 @@ from kernels.kv_write import HeadTransform, rotary_write
 from kernels.rows import reference
 from kernels.rows.checks import TopSums
 from kernels.whole_graph import traceable
-from tests.marks import DEVICES
+from tests.marks import DEVICES, needs_interpreter
 
 DTYPES = pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 
@@ -91,6 +91,16 @@ def test_activations(name, count, width, dtype, device):
         no_worse(found, plain(x, name), plain(x.double(), name))
     bad = run(torch.full((1, 2), math.nan, device=device), name, impl="triton")
     assert bad.isnan().all()
+
+
+@needs_interpreter
+def test_errors_of_a_gpus_fast_operations_do_not_show(monkeypatch):
+    """A row's factor: all elements have its error."""
+    from tests.interpreter import err_as_gpus
+
+    err_as_gpus(monkeypatch)
+    for norms in (("rms", "none"), ("ln", "none"), ("rms", "rms")):
+        test_add_norm(1, 1, 1, *norms, 1.0, torch.float32, "cpu")
 
 
 @DEVICES
