@@ -95,12 +95,13 @@ def test_activations(name, count, width, dtype, device):
 
 @needs_interpreter
 def test_errors_of_a_gpus_fast_operations_do_not_show(monkeypatch):
-    """A row's factor: all elements have its error."""
+    """A row's factor, of which all elements have the error, and a function near 1, where PyTorch's is nearly exact."""
     from tests.interpreter import err_as_gpus
 
     err_as_gpus(monkeypatch)
     for norms in (("rms", "none"), ("ln", "none"), ("rms", "rms")):
         test_add_norm(1, 1, 1, *norms, 1.0, torch.float32, "cpu")
+    test_activations("tanh", 18, 600, torch.float32, "cpu")
 
 
 @DEVICES
