@@ -48,6 +48,7 @@ GROWTH = 24 << 20  # bytes that a process takes beyond its imports: code that is
 TOKENIZER = 20  # bytes in memory for a byte of a tokenizer's file
 RANKED = {"tekken.json": 5, "tiktoken.model": 34}  # the same; the tokens of a tekken.json have long descriptions
 TOKENIZER_LEAST, ENTRY = 3 << 20, 190  # bytes of a tokenizer.json in memory, and for each of its pieces and merges
+READING = 2.5  # bytes in memory while a tokenizer is read, for a byte that it takes later: 1.7 to 3.0 measured
 ARENA = 72 << 20  # address space of a thread: its stack, and what malloc reserves for it
 RESERVED = max(NULL_SLOT, TRASH_SLOT) + 1  # slots that no tree gets
 BEAMS = (1, 4, 15)  # numbers of beams in the table
@@ -64,6 +65,7 @@ class MemoryPlan:
         experts: the target's experts, which its weights include; None: it has none.
         rows: rows of log-probabilities of a pass that `lines` count.
         row: bytes of another one, all models together.
+        start: bytes while the target's tokenizer is read, before its weights.
     """
 
     lines: Mapping[str, int]
@@ -72,6 +74,7 @@ class MemoryPlan:
     experts: ExpertBytes | None = None
     rows: int = TOKENS
     row: int = 0
+    start: int = 0
 
     @property
     def fixed(self) -> int:
@@ -83,8 +86,8 @@ class MemoryPlan:
         return max((tokens + RESERVED) * self.token, self.least)
 
     def total(self, tokens: int) -> int:
-        """Bytes of everything, with a cache for `tokens` tokens."""
-        return self.fixed + self.cache(tokens)
+        """The most bytes of everything, with a cache for `tokens` tokens."""
+        return max(self.fixed + self.cache(tokens), self.start)
 
     def left(self, memory: int) -> int:
         """Bytes that are left for slots of the cache."""
@@ -109,6 +112,8 @@ class MemoryPlan:
     def spelled(self, tokens: int, needs: str) -> str:
         """The sum, line by line."""
         rows = {**self.lines, f"cache for {tokens} tokens ({needs})": self.cache(tokens)}
+        if more := self.total(tokens) - sum(rows.values()):
+            rows["more than that while the tokenizer is read"] = more
         width = max(map(len, rows))
         return "\n".join(f"  {name:{width}} {_megabytes(size):>10}" for name, size in rows.items())
 
@@ -128,7 +133,7 @@ def plan(options: LoadOptions, workload: Workload, runtime: int | None = None) -
     if device.type != "cpu":
         raise UsageError("memory: the plan is for a CPU", remedy="use --kv-memory on a GPU, or add --device cpu")
     lines = {"runtime: Python, torch, kernels": runtime_bytes() if runtime is None else runtime}
-    token, shapes, experts, rows, row = 0, list[ModelShape](), None, TOKENS, 0
+    token, shapes, experts, rows, row, start = 0, list[ModelShape](), None, TOKENS, 0, sum(lines.values())
     auto_drafts = options.place.size == 1 and options.compile == "off" and not cpp.why_not()  # see `chosen_drafter`
     drafts = auto_drafts if options.drafts == "auto" else options.drafts != "off"
     folders = {**options.folders, **({"draft": options.folder} if options.drafts == "mtp" else {})}
@@ -153,7 +158,9 @@ def plan(options: LoadOptions, workload: Workload, runtime: int | None = None) -
             small = quant != "none" or checkpoint.quantization is not None or precision.dtype.itemsize < 4
             lines["weights of adapters"] = sum(adapter.bytes(small, precision.dtype) for adapter in adapters.values())
         if not own_head:
-            lines[f"{name} tokenizer".strip()] = _pieces(checkpoint.vocabulary) or _tokenizer(checkpoint.folder)
+            pieces = _pieces(checkpoint.vocabulary) or _tokenizer(checkpoint.folder)
+            lines[f"{name} tokenizer".strip()] = pieces
+            start += int(READING * pieces) if role == "target" else 0
         counted, each = _rows(size, precision.dtype, workload, drafts and role != "reward")
         lines[f"{name} scratch of a pass".strip()] = _scratch(size, precision.dtype) + counted * each
         rows, row = counted if role == "target" else rows, row + each * (role != "reward")
@@ -161,7 +168,7 @@ def plan(options: LoadOptions, workload: Workload, runtime: int | None = None) -
         shapes.append(size.shape)
     if drafts and options.drafts in ("suffix", "auto"):
         lines["suffix store, when full"] = full_store_bytes()
-    return MemoryPlan(lines, token * shares_of(shapes), least_stores(shapes), experts, rows, row)
+    return MemoryPlan(lines, token * shares_of(shapes), least_stores(shapes), experts, rows, row, start)
 
 
 class MemoryLimits(NamedTuple):

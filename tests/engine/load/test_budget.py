@@ -343,6 +343,33 @@ def test_tokenizers_are_counted(tmp_path):
     assert _tokenizer(tmp_path) == TOKENIZER_LEAST
 
 
+READ = """
+import sys
+from pathlib import Path
+from engine import Engine, LoadOptions
+from engine.load.budget import peak, plan
+from engine.load.sizes import Workload
+work = Workload(grammars=False)
+for _ in range(2):  # the first plan leaves code in memory, which the plan of the engine counts
+    needed = plan(LoadOptions(sys.argv[1]), work).total(work.slots[0])
+Path("/proc/self/clear_refs").write_text("5")
+Engine.load(sys.argv[1], workload=work, memory=needed + (4 << 20), threads=1)
+print(needed, peak())
+"""
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
+def test_a_tokenizer_is_read_within_the_limit(tmp_path):
+    """A small model with many tokens takes less than reading them does."""
+    random_checkpoint.make(tmp_path / "model", layers=1, width=32, mlp=64, heads=2, vocab=1 << 17)
+    command = [sys.executable, "-c", READ, str(tmp_path / "model")]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=300, check=True)
+    needed, peak = map(int, done.stdout.split())
+    assert peak < needed + 4 * MB, (needed / MB, peak / MB)
+    with pytest.raises(UsageError, match="more than that while the tokenizer is read"):
+        allow(LoadOptions(tmp_path / "model", memory=100 * MB, workload=Workload(grammars=False)))
+
+
 def test_more_rows_get_a_part_of_what_is_left(checkpoint, monkeypatch):
     """A request whose rows have no room is refused."""
     monkeypatch.setattr("engine.load.budget.runtime_bytes", lambda: 200 * MB)
