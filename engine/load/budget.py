@@ -148,7 +148,8 @@ def plan(options: LoadOptions, workload: Workload, runtime: int | None = None) -
             lines["rows of prompts for the draft head"] = prompts
         format = f" ({quant})" if quant != "none" else ""
         lines[weights := f"{name} weights{format}".strip()] = size.weights
-        if role == "target" and workload.grammars and find_spec("llguidance") is not None:
+        pieces = 0 if own_head else _pieces(checkpoint.vocabulary) or _tokenizer(checkpoint.folder)
+        if role == "target" and workload.grammars and pieces and find_spec("llguidance") is not None:
             lines["grammars and their vocabulary"] = most_bytes(size.config.vocab_size)
         if role == "target":
             packs = partial(bytes_to_pack, file_cache(options.cache), checkpoint, precision.dtype, quant)
@@ -158,7 +159,6 @@ def plan(options: LoadOptions, workload: Workload, runtime: int | None = None) -
             small = quant != "none" or checkpoint.quantization is not None or precision.dtype.itemsize < 4
             lines["weights of adapters"] = sum(adapter.bytes(small, precision.dtype) for adapter in adapters.values())
         if not own_head:
-            pieces = _pieces(checkpoint.vocabulary) or _tokenizer(checkpoint.folder)
             lines[f"{name} tokenizer".strip()] = pieces
             start += int(READING * pieces) if role == "target" else 0
         counted, each = _rows(size, precision.dtype, workload, drafts and role != "reward")

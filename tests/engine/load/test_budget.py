@@ -6,6 +6,7 @@ import os
 import platform
 import re
 import resource
+import shutil
 import subprocess
 import sys
 from collections.abc import Iterable, Iterator
@@ -487,6 +488,9 @@ def test_the_vocabulary_of_grammars_is_counted(checkpoint, tmp_path):
     assert counted / 1.4 < taken < counted * 1.05, (counted / MB, taken / MB)
     without, some = (plan(LoadOptions(checkpoint), Workload(grammars=each), 0) for each in (False, True))
     assert some.fixed - without.fixed == most_bytes(12000)
+    bare = tmp_path / "bare"  # without a tokenizer a request with a grammar is refused
+    shutil.copytree(GOLDEN / "llama/gqa", bare, ignore=shutil.ignore_patterns("token*"))
+    assert plan(LoadOptions(bare), Workload(), 0) == plan(LoadOptions(bare), Workload(grammars=False), 0)
 
 
 def test_a_single_reply_counts_no_grammar_that_it_does_not_have():
