@@ -17,10 +17,16 @@ PYTEST = $(PY) -m pytest -m 'not gpu' -n auto --maxprocesses 4 --dist worksteal
 GOLDEN = $(addprefix tests/test_golden.py::test_,logits scores a_search_of_each_family)
 BUILDING = $(patsubst %,tests/kernels/test_%.py,cpp operators sass spills tiles races)
 READING = $(patsubst %,tests/models/checkpoint/test_%.py,fields files headers quantized_configs)
-NUMERIC = --full tests/models $(GOLDEN) -k 'not interpreted and not triton' $(addprefix --ignore=,$(READING))
+NUMERIC = --full $(GOLDEN) -k 'not interpreted and not triton'
+MODELS = tests/models $(addprefix --ignore=,$(READING))
 # Without C++ kernels only these tests of operators compute something else: the others name what they run.
 UNNAMED = $(patsubst %,tests/kernels/test_%.py,checks kv_write short_conv wide_trees)
 AVX2_KERNELS = build/avx2
+# Prints the targets of kernels that run here and need more than AVX2. Where there are none, test-all runs torch's same code
+# and operators compiled from the same lines, which may round otherwise: the tests of operators and the golden logits are
+# run with them as they are built for all processors with AVX2, the tests of what surrounds them in models are not.
+BEYOND_AVX2 = $(PY) -c 'from kernels.processor import TARGETS as known; avx2 = known["x86-64-v3"].needs; \
+	print(*(name for name, target in known.items() if target.needs > avx2 and not target.why_not()))'
 # Where the choice of a dtype matters: all but tests that load no model, name its dtype or compare nothing that it computes.
 CHOOSING = tests/engine $(filter-out $(addprefix tests/test_,$(addsuffix .py,$(LOADING_NONE) golden fuzz numpy_free)), \
 	$(wildcard tests/test_*.py)) --ignore=tests/engine/text $(addprefix --ignore=tests/engine/,$(NAMING_IT))
@@ -61,11 +67,13 @@ test-pretend: .venv/.installed-test
 	@COPPICE_PRETEND=other $(PYTEST) $(CHOOSING) $(ARGS)
 
 test-avx2: $(AVX2_KERNELS)/x86-64-v3.so
-	@COPPICE_KERNELS="$$PWD/$(AVX2_KERNELS)" ONEDNN_MAX_CPU_ISA=AVX2 ATEN_CPU_CAPABILITY=avx2 MKL_ENABLE_INSTRUCTIONS=AVX2 \
-		$(PYTEST) $(NUMERIC) tests/kernels $(addprefix --ignore=,$(BUILDING)) $(ARGS)
+	@more=$$($(BEYOND_AVX2)) || exit; models='$(MODELS)'; \
+	if [ -z "$$more" ]; then models=; echo "this processor has no more than AVX2: tests/models is left out, which make test-all runs"; fi; \
+	COPPICE_KERNELS="$$PWD/$(AVX2_KERNELS)" ONEDNN_MAX_CPU_ISA=AVX2 ATEN_CPU_CAPABILITY=avx2 MKL_ENABLE_INSTRUCTIONS=AVX2 \
+		$(PYTEST) $(NUMERIC) $$models tests/kernels $(addprefix --ignore=,$(BUILDING)) $(ARGS)
 
 test-portable: .venv/.installed-test
-	@COPPICE_KERNELS=off $(PYTEST) $(NUMERIC) $(UNNAMED) $(ARGS)
+	@COPPICE_KERNELS=off $(PYTEST) $(NUMERIC) $(MODELS) $(UNNAMED) $(ARGS)
 
 $(AVX2_KERNELS)/x86-64-v3.so: kernels/cpp.py kernels/processor.py $(wildcard kernels/*.h kernels/*/*.h kernels/*/*.cpp) | .venv/.installed-test
 	@$(PY) -m kernels.build --target x86-64-v3 --flags '-Wall -Wextra -Werror' --output $(AVX2_KERNELS)
