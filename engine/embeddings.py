@@ -8,7 +8,7 @@ from torch import Tensor
 
 from engine.contract import SearchResult
 from engine.contract.embedding import TextVector
-from engine.errors import UsageError, check_flag, check_integer, shortened
+from engine.errors import UsageError, check_flag, check_integer, check_utf8, shortened
 from engine.load.loading import LoadedModel
 from engine.request import Request, check_ids
 from engine.words import MEAN, POOLINGS
@@ -71,7 +71,7 @@ def embedding_request(
     """
     if not isinstance(text, str) and (not isinstance(text, Sequence) or isinstance(text, bytes | bytearray)):
         raise UsageError(f"{name}: expected a text or token ids, got {shortened(repr(text))}")
-    ids = model.need_tokenizer().encode(text) if isinstance(text, str) else list(text)
+    ids = model.need_tokenizer().encode(check_utf8(text, name)) if isinstance(text, str) else list(text)
     check_ids(model, ids, name, "the text")
     salt = None if search.pooling == MEAN else cache_salt
     return Request(ids, search, 1, ignore_eos=True, cache_salt=salt, adapter=adapter)

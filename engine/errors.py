@@ -72,8 +72,8 @@ def check_flag(name: str, value: Any) -> None:
         raise UsageError(f"{name}: expected true or false, got {shortened(repr(value))}")
 
 
-def check_utf8(text: str) -> str:
-    """Return `text` if it can be encoded as UTF-8.
+def check_utf8(text: str, name: str = "") -> str:
+    """Return `text` if it can be encoded as UTF-8; errors begin with the name of what has it, if one is given.
 
     Raises:
         UsageError: it has lone surrogates (from bytes that are not UTF-8, or from an escape in JSON).
@@ -81,10 +81,9 @@ def check_utf8(text: str) -> str:
     try:
         text.encode()
     except UnicodeEncodeError as error:
-        raise UsageError(
-            f"the text is not valid UTF-8: lone surrogate U+{ord(text[error.start]):04X} at character {error.start}",
-            remedy="give the input as UTF-8",
-        ) from None
+        lead, lone = f"{name}: " if name else "", f"lone surrogate U+{ord(text[error.start]):04X}"
+        what = f"{lead}the text is not valid UTF-8: {lone} at character {error.start}"
+        raise UsageError(what, remedy="give the input as UTF-8") from None
     return text
 
 

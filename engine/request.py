@@ -338,7 +338,7 @@ def check_ids(target: LoadedModel, ids: Sequence[int], name: str = "", what: str
     """Check that a prompt is not empty, fits the context and has only valid ids.
 
     Args:
-        name: the argument that has it; "": errors do not name it.
+        name: the argument that has it; "": errors name "prompt" or nothing.
         what: the name of the prompt in errors.
 
     Raises:
@@ -350,7 +350,7 @@ def check_ids(target: LoadedModel, ids: Sequence[int], name: str = "", what: str
     if not ids:
         bare = target.tokenizer is not None and not target.tokenizer.encode("")
         why = ", and this tokenizer adds no token of its own to begin with" if bare else ""
-        raise UsageError(f"{lead}{what} is empty{why}", remedy="give at least one token to continue")
+        raise UsageError(f"{name or 'prompt'}: {what} is empty{why}", remedy="give at least one token to continue")
     reach = target.shape.max_positions
     if reach is not None and len(ids) > reach:
         selected, remedy = target.runner.model.config.selected, "shorten it"

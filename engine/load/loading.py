@@ -16,7 +16,7 @@ from typing import Any
 import torch
 
 from engine.cache.pool import PagePool
-from engine.errors import CheckpointError, UsageError, check_flag, shortened
+from engine.errors import CheckpointError, UsageError, check_flag, check_utf8, shortened
 from engine.load.capabilities import Capabilities, Precision, explicit_precision, pick_precision, processor
 from engine.load.compiling import check_compile, check_same_bits, prepare, warm_up
 from engine.load.distributed import agree, least
@@ -103,7 +103,7 @@ class LoadedModel:
                 "reads such spellings as tokens; further ones are not reported",
                 stacklevel=2,
             )
-        return tokenizer.encode(prompt, parse_special=parse_special)
+        return tokenizer.encode(check_utf8(prompt, "prompt"), parse_special=parse_special)
 
     def adapter(self, name: str | None) -> int:
         """The number of an adapter in a pass; for None that of the first one, 0 without adapters. Raises UsageError."""

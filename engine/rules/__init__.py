@@ -216,7 +216,8 @@ class Rules:
         return made + [Hook(function) for function in self._hooks()]
 
     def _dry(self, vocab: int, tokenizer: Tokenizer | None) -> DryPenalty:
-        breakers, data = [check_utf8(text).encode() for text in self.dry_sequence_breakers], list[bytes]()
+        given, data = self.dry_sequence_breakers, list[bytes]()
+        breakers = [check_utf8(text, "dry_sequence_breakers").encode() for text in given]
         if tokenizer is None and self.dry_sequence_breakers is not BREAKERS and breakers:
             raise UsageError("dry_sequence_breakers: this checkpoint has no tokenizer", remedy="give an empty list")
         if tokenizer is not None and breakers:
@@ -236,7 +237,7 @@ class Rules:
         if self.begin is not None:
             if tokenizer is None:
                 raise UsageError("begin: this checkpoint has no tokenizer")
-            data = check_utf8(self.begin).encode() if isinstance(self.begin, str) else self.begin
+            data = check_utf8(self.begin, "begin").encode() if isinstance(self.begin, str) else self.begin
             return Begin(data, spellings(tokenizer, vocab), ends)
         if self.choices is not None:
             sequences = _sequences("choices", self.choices, vocab, tokenizer)
@@ -363,6 +364,7 @@ def _sequences(
         elif tokenizer is None:
             raise UsageError(f"{name}: this checkpoint has no tokenizer", remedy="give lists of token ids")
         else:
+            check_utf8(value, name)
             texts = [value, f" {value}"] if spaced and value[:1] != " " else [value]
             sequences = [_ids(name, tokenizer.encode(text, add_special=False), vocab) for text in texts]
         if not all(sequences):

@@ -16,7 +16,7 @@ def check_stop(strings: Any) -> None:
     for s in strings if listed else [None]:
         if not isinstance(s, str) or not s:
             raise UsageError(f"stop: expected a list of non-empty strings, got {shortened(repr(strings))}")
-        check_utf8(s)
+        check_utf8(s, "stop")
 
 
 class StopStrings:

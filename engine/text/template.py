@@ -233,7 +233,7 @@ class ChatTemplate:
             raise UsageError("template variables: expected an object of names and values")
         if tools is None and not variables and think == "auto":
             return {}
-        given = _plain(variables)
+        given = _plain(variables, "template")
         names = self._variables(source)
         if think != "auto":
             switch = next((name for name in THINKING if name in names), None)
@@ -254,7 +254,7 @@ class ChatTemplate:
             raise UsageError("tools: expected a list of objects, a function's JSON schema each")
         if "tools" not in names:
             raise UsageError("the chat template takes no tools: it has no variable tools", where=self.where)
-        return given | {"tools": _plain(tools)}
+        return given | {"tools": _plain(tools, "tools")}
 
     def _check_roles(self, source: str, messages: Sequence[Mapping[str, Any]]) -> None:
         """Check that the template does not leave out messages of some role. Raises UsageError."""
@@ -444,20 +444,21 @@ def _message(message: Any) -> dict[str, Any]:
     if not isinstance(message, Mapping) or not isinstance(message.get("role"), str):
         raise UsageError('a message is an object with a "role" and a "content"')
     try:
-        return {key: value for key, value in _plain(message).items() if value is not None}
+        return {key: value for key, value in _plain(message, "messages").items() if value is not None}
     except RecursionError:
         raise UsageError("a message is nested too deep") from None
 
 
-def _plain(value: Any) -> Any:
+def _plain(value: Any, name: str) -> Any:
+    """Return a value of a request as plain JSON; `name` is its name in errors."""
     if isinstance(value, str):
-        return check_utf8(value)
+        return check_utf8(value, name)
     if value is None or isinstance(value, bool | int | float):
         return value
     if isinstance(value, Mapping):
-        return {check_utf8(str(key)): _plain(item) for key, item in value.items()}
+        return {check_utf8(str(key), name): _plain(item, name) for key, item in value.items()}
     if isinstance(value, list | tuple):
-        return [_plain(item) for item in value]
+        return [_plain(item, name) for item in value]
     raise UsageError(f"a value for a chat template is a {type(value).__name__}; only JSON values are allowed")
 
 

@@ -132,6 +132,29 @@ def test_best_of_refused(server, fields, message):
         complete(server, **fields)
 
 
+LONE = "\\ud800"  # in JSON, half of a character
+NOT_TEXT = [
+    ("completions", f'"prompt": "{LONE}"', "prompt"),
+    ("completions", f'"prompt": ["a", "{LONE}"]', "prompt"),
+    ("completions", f'"prompt": "a", "stop": "{LONE}"', "stop"),
+    ("completions", f'"prompt": "a", "begin": "{LONE}"', "begin"),
+    ("completions", f'"prompt": "a", "choices": ["{LONE}"]', "choices"),
+    ("completions", f'"prompt": "a", "bad_words": ["{LONE}"]', "bad_words"),
+    ("chat/completions", f'"messages": [{{"role": "user", "content": "{LONE}"}}]', "messages"),
+    ("embeddings", f'"input": ["a", "{LONE}"]', "input[1]"),
+    ("completions", '"prompt": []', "prompt"),
+    ("completions", '"prompt": [[1], []]', "prompt"),
+]
+
+
+@pytest.mark.parametrize(("path", "fields", "param"), NOT_TEXT, ids=[fields for _, fields, _ in NOT_TEXT])
+def test_an_error_of_a_text_names_its_field(server, path, fields, param):
+    options = {"headers": {"Content-Type": "application/json"}}
+    with pytest.raises(openai.BadRequestError) as caught:
+        server.client.post(f"/{path}", cast_to=object, content=f"{{{fields}}}".encode(), options=options)
+    assert caught.value.body["param"] == param
+
+
 def test_suffix_of_a_model_without_infill_tokens(server):
     with pytest.raises(openai.BadRequestError, match="suffix: the model has no tokens for filling in"):
         complete(server, suffix="the end")
