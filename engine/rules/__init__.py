@@ -132,7 +132,7 @@ class Rules:
         breakers = self.dry_sequence_breakers
         if not isinstance(breakers, list | tuple) or not all(isinstance(text, str) and text for text in breakers):
             raise UsageError(f"dry_sequence_breakers: expected a list of texts, got {brief(breakers)}")
-        if not callable(self.prefix_allowed_tokens_fn or len):
+        if self.prefix_allowed_tokens_fn is not None and not callable(self.prefix_allowed_tokens_fn):
             raise UsageError(
                 f"prefix_allowed_tokens_fn: expected a function, got {brief(self.prefix_allowed_tokens_fn)}"
             )
@@ -256,7 +256,7 @@ class Rules:
 
     def _biases(self, vocab: int) -> dict[tuple[int, ...], float]:
         """`sequence_bias` and `logit_bias`, checked."""
-        given = self.sequence_bias or {}
+        given: Any = {} if self.sequence_bias is None else self.sequence_bias
         pairs: Any = given.items() if isinstance(given, Mapping) else given
         if not isinstance(given, Mapping | list | tuple) or not all(
             isinstance(pair, list | tuple) and len(pair) == 2 for pair in pairs
@@ -267,7 +267,7 @@ class Rules:
             if not (ids := tuple(_ids("sequence_bias", sequence, vocab))):
                 raise UsageError("sequence_bias: expected sequences of at least one token id, got none")
             biases[ids] = _number("sequence_bias", number)
-        if not isinstance(self.logit_bias or {}, Mapping):
+        if not isinstance(self.logit_bias, Mapping | None):
             raise UsageError(f"logit_bias: expected an object of token id: number, got {brief(self.logit_bias)}")
         for token, number in (self.logit_bias or {}).items():
             if isinstance(token, str) and token.isascii() and token.isdigit() and len(token) < 18:
