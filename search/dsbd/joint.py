@@ -200,7 +200,8 @@ class Reader:
             for logp, token in zip(row.logps, row.tokens, strict=True):
                 if (score := offset + logp) <= bound:
                     break
-                cells.append(Cell(score, first + token, logp, n))
+                if token < self.vocab:  # a draft model may have more tokens
+                    cells.append(Cell(score, first + token, logp, n))
         cells.sort(reverse=True)
         return cells
 

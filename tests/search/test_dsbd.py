@@ -365,6 +365,24 @@ def test_padded_vocabularies_of_different_widths():
             assert output.logprob == pytest.approx(teacher(TARGET, output.token_ids), abs=1e-5)
 
 
+@pytest.mark.parametrize(
+    "warp", [{}, {"top_k": 3}, {"top_p": 0.7}, {"min_p": 0.2, "temperature": 2.0}, {"temperature": 0}], ids=str
+)
+@pytest.mark.parametrize("vocab", [5, 70])
+def test_tokens_that_only_the_draft_has_are_not_drafted(vocab, warp):
+    """The draft gives them most of its probability; the tokens are those with a draft that lacks them."""
+    target, draft = table("t", vocab), table("n", vocab)
+
+    def wide(path):
+        return torch.log_softmax(torch.cat([draft(path), torch.full((3,), 2.0)]), -1)
+
+    for seed, search in itertools.product(range(5), (DSBD(draft_beams=3, **warp), Speculative(**warp))):
+        expected, found = (
+            over(target, rows, vocab)(replace(search, seed=seed), 12).result.outputs for rows in (draft, wide)
+        )
+        assert [output.token_ids for output in found] == [output.token_ids for output in expected]
+
+
 # --- memory, interruption ---
 
 
