@@ -124,6 +124,13 @@ def test_tokens_that_cannot_be():
         compare(table, k, 6, (0,), 1.0, mode, returned=1)
 
 
+def test_a_negative_penalty_is_bounded_at_the_current_length():
+    """A longer hypothesis scores worse then, also with "never"."""
+    for seed in range(60):
+        table = Table(6, seed, sharp=3.0, eos=(3, 4, 5), eos_bias=3.0)
+        compare(table, 3, 13, (3, 4, 5), -0.5 - seed % 2, "never", 3)
+
+
 def test_no_eos_and_one_token():
     compare(Table(12, 1), 4, 1, (), 1.0, False, 4)
     compare(Table(12, 1), 4, 6, (), 1.0, True, 4)
