@@ -29,6 +29,8 @@
 //   Ints highest(Ints words, int i)                   byte i of each word moved to the highest byte, above zeros
 //   struct EightCodes                                 optional, with EIGHT_CODES defined: dot products of eight numbers
 //                                                     from 0 to 63, in two words, and eight int8 of a row
+//   EXPANDS                                           defined where codes are expanded to floats for many rows of
+//                                                     floats, see linear/expanded.h
 //   Floats add_pairs(Floats sum, Ints, int32_t)       optional, with BFLOAT16_PAIRS defined: dot products of pairs, and
 //   Shorts nearest_bfloat16(Floats), Floats floats_of(Shorts), void interleave(one, two, to)   of 2 * LANES each
 //   void transpose(Ints (&x)[LANES])                  optional, with TRANSPOSE defined

@@ -10,6 +10,8 @@
 //   TILED                whether tiles multiply it (tiles.h)
 //   GROUPED, EXPONENTS   whether groups of elements have scales, and whether these are powers of two
 //   SHARE                factor of each number of the matrix
+//   PLACE                factor from a sum to one of numbers: a power of two
+//   EXPANDED             whether numbers are stored as floats for many rows (expanded.h); rows are floats
 //   IN_BITS              whether elements are bytes which the matrix may store in fewer bits (decoded.h)
 //   WRITTEN_OUT          whether the steps of a chunk are unrolled: a loop over so few takes a quarter longer
 //   SUMS                 largest number of sums in a block
@@ -150,7 +152,8 @@ struct Int8 : FourInt8, Plain {
 struct Grouped {
     typedef Floats Total;
     static constexpr bool GROUPED = true, EXPONENTS = false, IN_BITS = false, WRITTEN_OUT = false, TILED = false;
-    static constexpr float SHARE = 1;
+    static constexpr bool EXPANDED = false;
+    static constexpr float SHARE = 1, PLACE = 1;
     static constexpr int CHUNK = 32, ROUNDED = 0, SUMS = REGISTERS, NARROW = 0;
     static Floats floats(Floats sum) { return sum; }
     static Floats floats(Ints sum) { return __builtin_convertvector(sum, Floats); }
@@ -271,6 +274,7 @@ struct RoundedBits : Rounded<EightCodes, Planes<BITS>::MIDDLE> {
 struct WideInt4 : Grouped, WideRows {
     typedef Ints Words;
     static constexpr int STEP = 8, BYTES = 4, PARTS = 8, VECTORS = 2;
+    static constexpr bool EXPANDED = true;
     static constexpr float ZERO = 8, DEFAULT = 8, DEFAULT_LEAST = 0;
     static Words load(const char* at) { return read<Ints>(at, LANES) ^ int(0x88888888); }
     static Part part(Words words, int i) {  // a byte holds elements i and i + 4
@@ -282,6 +286,7 @@ struct WideInt4 : Grouped, WideRows {
 struct WideInt8 : Grouped, WideRows {
     typedef Ints Words;
     static constexpr int STEP = 4, BYTES = 4, PARTS = 4, VECTORS = 2;
+    static constexpr bool EXPANDED = true;
     static constexpr float ZERO = 128, DEFAULT = 128, DEFAULT_LEAST = 128;
     static Words load(const char* at) { return read<Ints>(at, LANES) ^ int(0x80808080); }
     static Part part(Words words, int i) { return __builtin_convertvector(words << (24 - i * 8) >> 24, Floats); }
@@ -304,7 +309,10 @@ struct WideBits : WideBytes<BITS> {
     typedef const char* Words;
     static constexpr int STEP = Of::STEP, BYTES = Of::BYTES, PARTS = STEP;
     static constexpr int SUMS = BITS == 5 ? REGISTERS / 2 : REGISTERS;  // of more GCC keeps some in memory
+    static constexpr bool EXPANDED = true;
     static constexpr float ZERO = Of::MIDDLE, DEFAULT = Of::MIDDLE, DEFAULT_LEAST = 0;
+    static constexpr float PLACE = 1.0f / (int64_t(1) << (32 - BITS));
+    static Floats floats(Floats sum) { return sum; }
     static Words load(const char* at) { return at; }
     static Floats part(Words words, int i) { return WideBits::byte(Of::numbers(words, i / 4), i % 4); }
 };

@@ -16,6 +16,7 @@
 #include "../tiles.h"
 #include "../vectors.h"
 #include "decoded.h"
+#include "expanded.h"
 #include "sums.h"
 #include "tiles.h"
 
@@ -81,6 +82,14 @@ void multiply_set(const Rows<Element>& rows, int64_t row, int count, const Matri
                 decode(m, out, at * Element::STEP, taken * Element::STEP, VECTORS * LANES / PANEL, decoded);
             } else
                 chunks.ahead = ahead(at);
+#ifdef EXPANDS
+            if constexpr (expands<Element, VECTORS>(BATCH, MOST))
+                if (expands<Element, VECTORS>(count, MOST)) {
+                    const float* x = rows.data + row * rows.stride + at * Element::STEP;
+                    add_expanded<Element>(count, x, rows.stride, rows, row, chunks, totals);
+                    continue;
+                }
+#endif
             add(at, chunks, chunks.count);
         }
     } else {

@@ -267,7 +267,7 @@ void take_scales(const Matrix& m, int64_t out, int64_t first, int64_t last, int6
             for (int64_t group = first; group <= last; group++) {
                 const int64_t at = (panel * groups + group) * PANEL + lane;
                 const Floats of_group = scale(at, group, panel, lane) * Element::SHARE;
-                to.scales[group - first][v] = of_group;
+                to.scales[group - first][v] = of_group * Element::PLACE;
                 if (offsets) to.offsets[group - first][v] = offset(of_group, at, group, panel, lane);
             }
         }

@@ -56,6 +56,8 @@ inline Ints highest(Ints words, int byte) {
 
 constexpr int REGISTERS = 16, SPARE_REGISTERS = 1;
 
+#define EXPANDS
+
 // As bytes.h describes them.
 inline Ints add_shorts(Ints x, Ints y) { return (Ints)_mm256_madd_epi16((__m256i)x, (__m256i)y); }
 inline Ints add_bytes(Ints x, Ints y) { return (Ints)_mm256_maddubs_epi16((__m256i)x, (__m256i)y); }
