@@ -283,8 +283,10 @@ def ropes(
     names = [] if partial is None else ["partial_rotary_factor"]
     names += [] if any(name for name, _ in bases.values()) else ["rope_theta"]
     for kind, (name, base) in bases.items():
-        stretched = fields.within("rope_scaling").config if kind == FULL else {}
-        own = nested.within(kind).config
+        scaling, own = fields.within("rope_scaling"), nested.within(kind).config
+        stretched = scaling.config if kind == FULL else {}
+        if scaling.str("type", "default") != "default" and scaling.str("rope_type", None) is None:
+            raise scaling.error("type", "the kind as rope_type: transformers ignores the older name here")
         found = {**own, **stretched}
         if own:
             found = completed(found, fields, names)
