@@ -18,22 +18,35 @@ TEXT = re.compile(r"(?:model\.(?:layers|embed_tokens|norm|decoder|rotary_emb)|tr
 # Models whose head is the embedding unless their outer config says otherwise, whatever the text model's config says.
 TIED = frozenset(
     (
+        "aya_vision",
+        "cohere2_vision",
         "deepseek_vl",
+        "deepseek_vl_hybrid",
+        "fun_asr_nano",
         "gemma3",
         "gemma3n",
         "gemma4",
+        "gemma4_unified",
+        "glmasr",
+        "got_ocr2",
         "granite_docling",
         "granite_speech",
+        "granite_speech_plus",
         "hunyuan_vl",
         "hyperclovax_vision_v2",
         "internvl",
         "janus",
         "kimi_k25",
         "lfm2_vl",
+        "lfm3_vl",
         "lighton_ocr",
+        "minicpm_ocr",
         "mistral3",
+        "moss_transcribe_diarize",
         "ovis2",
         "paddleocr_vl",
+        "pp_chart2table",
+        "qwen3_asr",
         "vlm",
     )
 )
@@ -229,7 +242,8 @@ def text_config(config: Mapping[str, Any], file: str) -> dict[str, Any]:
         inner = {name: value for name, value in inner.items() if name not in DTYPES}
     inner |= {name: config[name] for name in (*OUTER, *outside) if config.get(name) is not None}
     before_5 = given is not None and given.config.get("tie_word_embeddings") is True  # configs of transformers 4
-    if before_5 or (whole in TIED and config.get("tie_word_embeddings") is None):
+    # A flat config's own is that of the text model.
+    if before_5 or (whole in TIED and (given is None or config.get("tie_word_embeddings") is None)):
         inner["tie_word_embeddings"] = True
     # The wrappers' defaults differ for both; a file without a head uses its embedding as the head.
     inner.setdefault("tie_word_embeddings", True)

@@ -108,14 +108,30 @@ def test_a_whole_does_not_read_fields_of_the_text_model_alone(kind, fields):
     assert {name: config[name] for name in fields} == dict.fromkeys(fields)
 
 
-def test_wholes_that_tie_their_head_whatever_the_text_says(tmp_path):
+@pytest.mark.parametrize("kind", ["internvl", "aya_vision", "gemma4_unified", "glmasr", "got_ocr2", "lfm3_vl"])
+def test_wholes_that_tie_their_head_whatever_the_text_says(kind, tmp_path):
     untied = TEXT | {"tie_word_embeddings": False}
-    whole = {"architectures": ["InternVLForConditionalGeneration"], "model_type": "internvl", "text_config": untied}
+    whole = {"architectures": ["WholeForConditionalGeneration"], "model_type": kind, "text_config": untied}
     assert text_config(whole, "")["tie_word_embeddings"]
     assert not text_config(whole | {"tie_word_embeddings": False}, "")["tie_word_embeddings"]
     assert not text_config(LLAVA | {"text_config": untied}, "")["tie_word_embeddings"]
     folder = changed(tmp_path, "gemma3", lambda config: config["text_config"].update(tie_word_embeddings=False))
     found = [Engine.load(path, dtype="float32").logits([5, 6, 7]) for path in (folder, GOLDEN / "gemma3")]
+    assert found[0].equal(found[1])
+
+
+@pytest.mark.parametrize("variant", ["hunyuan_vl", "paddleocr_vl"])
+def test_flat_configs_whose_own_field_is_that_of_the_text(variant, tmp_path):
+    """In transformers the head is the embedding if the file has none, whatever a flat config of these says."""
+    found = []
+    for value in (True, False):
+        folder = changed(
+            tmp_path / str(value), variant, lambda config, value=value: config.update(tie_word_embeddings=value)
+        )
+        tensors = load_file(folder / "model.safetensors")
+        tensors.pop("lm_head.weight", None)
+        save_file(tensors, folder / "model.safetensors")
+        found.append(Engine.load(folder, dtype="float32").logits([5, 6, 7]))
     assert found[0].equal(found[1])
 
 
