@@ -59,6 +59,7 @@ def test_the_note_names_what_is_left_out_with_its_bytes():
         ("model.text_model.norm.weight", "model.norm.weight"),
         ("language_model.lm_head.weight", "lm_head.weight"),
         ("language_model.model.decoder.layers.0.fc1.bias", "model.decoder.layers.0.fc1.bias"),
+        ("language_model.model.blocks.0.self_attn.o_proj.weight", "model.layers.0.self_attn.o_proj.weight"),
     ],
 )
 def test_names(stored, text):
