@@ -15,6 +15,7 @@ DTYPES = ("dtype", "torch_dtype")
 # Names of a text model's tensors: `language_model.model.layers.0`, `model.language_model.layers.0`, ...
 NESTED = re.compile(r"(?:model\.)?(?:language_model|text_model)\.(.+)")
 BLOCKS = re.compile(r"^model\.blocks\.")  # in what transformers 5.24 saves of Kimi-K2.5
+HEAD = re.compile(r"^model\.lm_head\.")  # of a head that was saved as a part of the model around it
 TEXT = re.compile(r"(?:model\.(?:layers|embed_tokens|norm|decoder|rotary_emb)|transformer|lm_head)\..+")
 # Models whose head is the embedding unless their outer config says otherwise, whatever the text model's config says.
 TIED = frozenset(
@@ -259,7 +260,7 @@ def text_config(config: Mapping[str, Any], file: str) -> dict[str, Any]:
 
 def text_names(names: Iterable[str]) -> dict[str, str]:
     """Map the text model's own names of tensors to the stored names."""
-    stored = {name.removeprefix(THOUGHT): name for name in names}
+    stored = {HEAD.sub("lm_head.", name.removeprefix(THOUGHT)): name for name in names}
     nested = {name: BLOCKS.sub("model.layers.", found[1]) for name in stored if (found := NESTED.fullmatch(name))}
     if not nested:
         return {name: stored[name] for name in stored if TEXT.fullmatch(name)}

@@ -69,6 +69,19 @@ def test_names(stored, text):
     }
 
 
+def test_a_head_with_the_prefix_of_the_model(tmp_path):
+    """transformers takes it for the head, which then is not the embedding."""
+    found = []
+    for name in ("lm_head.weight", "model.lm_head.weight"):
+        folder = changed(tmp_path / name, "gemma3", lambda config: None)
+        tensors = load_file(folder / "model.safetensors")
+        table = next(tensor for name, tensor in tensors.items() if name.endswith("embed_tokens.weight"))
+        save_file({**tensors, name: table.flip(0)}, folder / "model.safetensors")
+        found.append(Engine.load(folder, dtype="float32").logits([5, 6, 7]))
+    assert found[0].equal(found[1])
+    assert not found[0].equal(Engine.load(GOLDEN / "gemma3", dtype="float32").logits([5, 6, 7]))
+
+
 def test_names_without_a_prefix():
     names = ["model.layers.0.x", "model.embed_tokens.weight", "lm_head.weight", "visual.blocks.0.x", "model.visual.y"]
     assert text_names(names) == {name: name for name in names[:3]}
