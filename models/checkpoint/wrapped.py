@@ -14,7 +14,7 @@ OUTER = ("tie_word_embeddings", "bos_token_id", "eos_token_id", "quantization_co
 DTYPES = ("dtype", "torch_dtype")
 # Names of a text model's tensors: `language_model.model.layers.0`, `model.language_model.layers.0`, ...
 NESTED = re.compile(r"(?:model\.)?(?:language_model|text_model)\.(.+)")
-BLOCKS = re.compile(r"^model\.blocks\.")  # in what transformers 5.24 saves of Kimi-K2.5
+BLOCKS = re.compile(r"^model\.(?:blocks|encoder\.layers)\.")  # transformers 5.24 saves Kimi-K2.5 and Qianfan-OCR so
 HEAD = re.compile(r"^model\.lm_head\.")  # of a head that was saved as a part of the model around it
 TEXT = re.compile(r"(?:model\.(?:layers|embed_tokens|norm|decoder|rotary_emb)|transformer|lm_head)\..+")
 # Models whose head is the embedding unless their outer config says otherwise, whatever the text model's config says.

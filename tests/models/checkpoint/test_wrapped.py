@@ -60,6 +60,7 @@ def test_the_note_names_what_is_left_out_with_its_bytes():
         ("language_model.lm_head.weight", "lm_head.weight"),
         ("language_model.model.decoder.layers.0.fc1.bias", "model.decoder.layers.0.fc1.bias"),
         ("language_model.model.blocks.0.self_attn.o_proj.weight", "model.layers.0.self_attn.o_proj.weight"),
+        ("language_model.model.encoder.layers.0.mlp.up_proj.weight", "model.layers.0.mlp.up_proj.weight"),
     ],
 )
 def test_names(stored, text):
