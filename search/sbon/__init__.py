@@ -123,7 +123,8 @@ class SBoN(BoN):
                 if self.schedule != "memory" or len(race.running) == 1:
                     raise
                 yield from race.judge()
-                race.cut(min(accepted(len(race.running), self.alpha), len(race.running) - 1))
+                count = accepted(len(race.running), self.alpha, self.num_return_sequences)
+                race.cut(min(count, len(race.running) - 1))
                 continue
             tokens = race.length
             if race.drawn.live and points.get(tokens):  # a rate of 0 needs no rewards

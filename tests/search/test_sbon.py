@@ -203,6 +203,14 @@ def test_memory_schedule_never_fails(pages, page_size):
             assert max(slots) > 360 and cuts  # what there is, is used
 
 
+def test_memory_schedule_keeps_as_many_as_are_returned():
+    """300 slots hold twelve complete utterances or more, whose beginnings are shared."""
+    for wanted, returned in [(1, {1}), (9, {9}), (40, range(11, 14))]:
+        search = SBoN(n=60, tau=3, alpha=0.95, schedule="memory", seed=1, num_return_sequences=wanted)
+        result, _, slots, _ = run(search, pages=300, eos=())
+        assert len(result.outputs) in returned and max(slots) <= 300
+
+
 def test_without_the_memory_schedule_a_full_pool_is_told():
     with pytest.raises(KVMemoryError, match="--sbon-schedule memory"):
         run(SBoN(n=60, tau=1000), pages=200, eos=())
