@@ -97,6 +97,8 @@ def parse(fields: Fields) -> ModuleRules:
         raise unsupported(
             fields, f"gptq in the format {layout!r}, packed into {words} (read: {', '.join(FORMATS)}; int32)"
         )
+    if rotation := fields.str("rotation", None):  # inputs of down projections would have to be transformed likewise
+        raise unsupported(fields, f"gptq with rotation {rotation[:80]!r}")
     given, rules = fields.within("dynamic"), []
     for key in given.config:
         changes, expression = given.within(key), pattern(key.removeprefix("-:").removeprefix("+:"), fields)

@@ -435,6 +435,7 @@ UNREAD = {
     "the format 'marlin'": {"quant_method": "gptq", "bits": 4, "is_marlin_format": True},
     "gptq_p": {"quant_method": "gptq", "bits": 4, "format": "gptq_p"},
     "int64": {"quant_method": "gptq", "bits": 4, "pack_dtype": "int64"},
+    "gptq with rotation 'hadamard'": {"quant_method": "gptq", "bits": 4, "rotation": "hadamard"},
     "gemv": {"quant_method": "awq", "bits": 4, "checkpoint_format": "gemv"},
     "llm-awq": {"quant_method": "awq", "bits": 4, "version": "gemm", "backend": "llm-awq"},
     "gptq with 5 bits": {"quant_method": "auto-round", "bits": 5, "group_size": 128},
