@@ -71,18 +71,24 @@ def _glm(file: GGUF, keys: Fields) -> dict[str, Any]:
     return config | (named("Glm4ForCausalLM", "glm4") if four else named("GlmForCausalLM", "glm"))
 
 
+def _sigmoids(file: GGUF, keys: Fields) -> dict[str, Any]:
+    """Return the fields of experts whose weights are sigmoids."""
+    mixed = mixture(file, keys, keys.int("block_count", high=2**14))
+    if mixed["model_type"] != "deepseek_v3":
+        raise keys.error("expert_gating_func", f"{SIGMOID}, as weights are sigmoids")
+    return mixed
+
+
 def _glm4moe(file: GGUF, keys: Fields) -> dict[str, Any]:
     keys = without_draft_layers(file, keys)
     config = _partial(file, keys) | {"use_qk_norm": _has(file, "attn_q_norm.weight")}
-    return config | mixture(file, keys, config["num_hidden_layers"]) | named("Glm4MoeForCausalLM", "glm4_moe")
+    return config | _sigmoids(file, keys) | named("Glm4MoeForCausalLM", "glm4_moe")
 
 
 def _bailing(file: GGUF, keys: Fields) -> dict[str, Any]:
     keys = without_draft_layers(file, keys)
-    config, mixed = _partial(file, keys), mixture(file, keys, keys.int("block_count", high=2**14))
+    config, mixed = _partial(file, keys), _sigmoids(file, keys)
     del config["attention_bias"]
-    if mixed["model_type"] != "deepseek_v3":
-        raise keys.error("expert_gating_func", f"{SIGMOID}, as weights are sigmoids")
     if not mixed.get("norm_topk_prob", True):
         raise keys.error("expert_weights_norm", "true")
     more = {
@@ -97,7 +103,7 @@ def _bailing(file: GGUF, keys: Fields) -> dict[str, Any]:
 def _dots1(file: GGUF, keys: Fields) -> dict[str, Any]:
     config, more = gated(file, keys, rotated="all"), {"sliding_window": None}
     config["attention_bias"] = _has(file, "attn_q.bias")
-    return config | more | mixture(file, keys, config["num_hidden_layers"]) | named("Dots1ForCausalLM", "dots1")
+    return config | more | _sigmoids(file, keys) | named("Dots1ForCausalLM", "dots1")
 
 
 def _hy3(file: GGUF, keys: Fields) -> dict[str, Any]:

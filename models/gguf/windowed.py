@@ -71,6 +71,8 @@ def cohere2moe(file: GGUF, keys: Fields) -> dict[str, Any]:
     rope = rotary(file, keys, config["head_dim"], config["max_position_embeddings"], "all")
     config["rope_parameters"] = (rope["rope_scaling"] or {"rope_type": "default"}) | {"rope_theta": rope["rope_theta"]}
     scores, norm = keys.int("expert_gating_func", 0, low=0) or SIGMOID, keys.bool("expert_weights_norm", default=False)
+    if scores not in (SOFTMAX, SIGMOID):
+        raise keys.error("expert_gating_func", f"{SOFTMAX} or {SIGMOID}")
     mixed = experts(file, keys, scores=scores, some=True)
     if scores == SOFTMAX and not norm:  # the family's are those of the chosen experts alone
         raise keys.error("expert_weights_norm", "true, as weights are parts of a softmax")

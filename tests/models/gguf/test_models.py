@@ -341,6 +341,8 @@ WRONG_KEYS = {
         ({"attention.sliding_window": None}, "attention.sliding_window: expected a value"),
     ],
     "experts/afmoe": [({"expert_weights_norm": False}, "expert_weights_norm: expected true")],
+    "experts/dots": [({"expert_weights_norm": False, "expert_gating_func": 1}, "expert_gating_func: expected 2")],
+    "glm/moe": [({"expert_weights_norm": False, "expert_gating_func": 1}, "expert_gating_func: expected 2")],
     "published/ling": [
         ({"expert_weights_norm": False}, "expert_weights_norm: expected true"),
         ({"expert_weights_norm": False, "expert_gating_func": 1}, "expert_gating_func: expected 2"),
@@ -351,6 +353,7 @@ WRONG_KEYS = {
     "relatives/cohere_moe": [
         ({"expert_weights_norm": False}, "expert_weights_norm: expected true, as weights are parts"),
         ({"expert_gating_func": 2, "expert_weights_scale": 2.0}, "expert_weights_scale: expected 1"),
+        ({"expert_gating_func": 4}, "expert_gating_func: expected 1 or 2"),
     ],
     "experts/minimax": [({"expert_weights_scale": 2.0}, "expert_weights_scale: expected 1")],
     "gemma4/plain": [
