@@ -29,7 +29,7 @@ EMBEDDING, HEAD, SCORE = "token_embd.weight", "output.weight", "cls.output.weigh
 OTHER_MATH = (  # keys that change the computation, and that no configuration here can express
     *("expert_count", "attention.scale", "attention.clamp_kqv", "attention.max_alibi_bias", "use_parallel_residual"),
     *("attention.temperature_scale", "attn_logit_softcapping", "final_logit_softcapping"),
-    "rope.scaling.yarn_log_multiplier",
+    *("rope.scaling.yarn_log_multiplier", "rope.scaling.alpha"),
 )
 OTHER_SCALES = "logit_scale", "residual_scale", "embedding_scale", "rope.scaling.yarn_ext_factor"  # 1 has no effect
 GRANITE = {  # Granite's fields for them
@@ -74,6 +74,8 @@ INTERLEAVED = (  # rows of queries and keys are in the order of interleaved rota
     "internlm2",
     "muse-glimmer",
 )
+SWA_BASE = "rope.freq_base_swa"  # the base of layers with a window, which these read:
+LOCAL_BASES = ("gemma3", "gemma3n", "gemma4", "olmo2", "laguna", "mellum", "muse-glimmer")
 DTYPES = {"F32": "float32", "F16": "float16", "BF16": "bfloat16"}
 
 
@@ -92,6 +94,9 @@ def read_config(file: GGUF) -> dict[str, Any]:
         read = key in READ.get(name, ()) or (key in OTHER_SCALES and keys.config.get(key) == 1)
         if keys.config.get(key) and not read:
             raise keys.error(key, "nothing: it is not supported")
+    base = keys.float("rope.freq_base", 10000.0)
+    if name not in LOCAL_BASES and keys.float(SWA_BASE, base) != base:
+        raise keys.error(SWA_BASE, "the rope.freq_base")
     if keys.bool("attention.causal", default=True) is False:
         raise keys.error("attention.causal", "true")
     if EMBEDDING not in file.tensors and HEAD in file.tensors:  # converted from a checkpoint that kept only the head
@@ -130,6 +135,9 @@ def _llama(file: GGUF, keys: Fields) -> dict[str, Any]:
 
 
 def _granite(file: GGUF, keys: Fields) -> dict[str, Any]:
+    switch, arch = "rope.scaling.finetuned", file.fields().str("general.architecture")
+    if arch in ("granite", "granitemoe") and not keys.bool(switch, default=True):  # no rotation
+        raise keys.error(switch, "true")
     config = _llama(file, keys) | named("GraniteForCausalLM", "granite")
     for word, key in GRANITE.items():
         config[word] = decimal(keys.float(key, 1.0))
@@ -283,9 +291,7 @@ def _gemma(file: GGUF, keys: Fields) -> dict[str, Any]:
 
 
 def _gemma2(file: GGUF, keys: Fields) -> dict[str, Any]:
-    window, base = keys.int("attention.sliding_window", 4096, high=2**31), keys.float("rope.freq_base", 10000.0)
-    if keys.float("rope.freq_base_swa", base) != base:  # the base of layers with a window
-        raise keys.error("rope.freq_base_swa", "the rope.freq_base")
+    window = keys.int("attention.sliding_window", 4096, high=2**31)
     caps = {name: decimal(keys.float(name)) for name in CAPS if keys.config.get(name) is not None}
     return _sized(file, keys, window, period=2, whole=46) | named("Gemma2ForCausalLM", "gemma2") | caps
 
@@ -294,7 +300,7 @@ def _gemma3(file: GGUF, keys: Fields) -> dict[str, Any]:
     window = keys.int("attention.sliding_window", 0, low=0, high=2**31)
     config = _sized(file, keys, window, period=6, whole=62) | named("Gemma3ForCausalLM", "gemma3_text")
     cap = keys.float(CAPS[1], 0.0)
-    base = decimal(keys.float("rope.freq_base_swa", 10000.0, low=1.0, high=1e15))
+    base = decimal(keys.float(SWA_BASE, 10000.0, low=1.0, high=1e15))
     return config | {"rope_local_base_freq": base, CAPS[1]: decimal(cap) if cap else None}
 
 
@@ -321,7 +327,7 @@ def _olmo2(file: GGUF, keys: Fields) -> dict[str, Any]:
     if not window:
         return config | named("Olmo2ForCausalLM", "olmo2")
     base, scaling = config.pop("rope_theta"), config.pop("rope_scaling") or {"rope_type": "default"}
-    local = decimal(keys.float("rope.freq_base_swa", base, low=1.0, high=1e15))
+    local = decimal(keys.float(SWA_BASE, base, low=1.0, high=1e15))
     ropes = {FULL: scaling | {"rope_theta": base}, SLIDING: {"rope_type": "default", "rope_theta": local}}
     return config | windows(keys, window, 4) | named("Olmo3ForCausalLM", "olmo3") | {"rope_parameters": ropes}
 

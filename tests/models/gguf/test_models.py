@@ -269,9 +269,10 @@ def test_layers_with_a_window_as_files_name_them(tmp_path):
         types(_pattern=[True])
 
 
-def test_gemma_2_has_one_base_for_all_layers(tmp_path):
-    file = File(GOLDEN / "gemma/two")
-    file.keys["gemma2.rope.freq_base_swa"] = 77.0
+@pytest.mark.parametrize("variant", ["gemma/two", "gpt_oss/plain"])
+def test_some_have_one_base_for_all_layers(variant, tmp_path):
+    file = File(GOLDEN / variant)
+    file.keys[f"{file.arch}.rope.freq_base_swa"] = 77.0
     with pytest.raises(CheckpointError, match=r"freq_base_swa: expected the rope.freq_base, got 77"):
         Checkpoint.open(file.write(tmp_path / "file.gguf"))
 
@@ -308,6 +309,9 @@ WRONG_KEYS = {
         ({"attention.clamp_kqv": -8.0}, "attention.clamp_kqv: expected a number from 0"),
         ({"attention.layer_norm_epsilon": 1e-6}, "attention.layer_norm_epsilon: expected 1e-5"),
     ],
+    "granite/plain": [({"rope.scaling.finetuned": False}, "rope.scaling.finetuned: expected true")],
+    "experts/granite": [({"rope.scaling.finetuned": False}, "rope.scaling.finetuned: expected true")],
+    "hunyuan/plain": [({"rope.scaling.alpha": 50.0}, "rope.scaling.alpha: expected nothing: it is not supported")],
     "relatives/hunyuan_moe": [({"expert_shared_feed_forward_length": 8}, "expected the width of the experts, 24")],
     "relatives/exaone_moe": [
         ({"expert_gating_func": 1}, "expert_gating_func: expected 2"),
