@@ -202,8 +202,8 @@ class FileVocabulary:
 
     @property
     def has_merges(self) -> bool:
-        """Whether the file has merges."""
-        return "merges" in self.keys.config
+        """Whether the file has merges; llama.cpp saves an empty list where there are none."""
+        return self.keys.config.get("merges", []) != []
 
     @functools.cached_property
     def scores(self) -> list[float]:
