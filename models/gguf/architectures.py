@@ -31,7 +31,7 @@ OTHER_MATH = (  # keys that change the computation, and that no configuration he
     *("attention.temperature_scale", "attn_logit_softcapping", "final_logit_softcapping"),
     *("rope.scaling.yarn_log_multiplier", "rope.scaling.alpha"),
 )
-OTHER_SCALES = "logit_scale", "residual_scale", "embedding_scale", "rope.scaling.yarn_ext_factor"  # 1 has no effect
+OTHER_SCALES = "logit_scale", "residual_scale", "embedding_scale", "rope.scaling.yarn_ext_factor"
 GRANITE = {  # Granite's fields for them
     "attention_multiplier": "attention.scale",
     "embedding_multiplier": "embedding_scale",
@@ -39,6 +39,8 @@ GRANITE = {  # Granite's fields for them
     "residual_multiplier": "residual_scale",
 }
 CAPS = "attn_logit_softcapping", "final_logit_softcapping"  # the fields have the same names
+# Values without effect. llama.cpp saves -1 and these caps where they are not used.
+NEUTRAL = dict.fromkeys(OTHER_SCALES[:3], (1,)) | {OTHER_SCALES[3]: (1, -1), CAPS[0]: (50,), CAPS[1]: (30,)}
 READ = {  # the keys above that each architecture reads
     "granite": GRANITE.values(),
     "minicpm": OTHER_SCALES[:3],
@@ -46,8 +48,9 @@ READ = {  # the keys above that each architecture reads
     **dict.fromkeys(("llama", "qwen2moe", "qwen3moe", "qwen3vlmoe", "olmoe"), ("expert_count",)),
     **dict.fromkeys(("lfm2moe", "gpt-oss"), ("expert_count",)),
     **dict.fromkeys(("qwen3next", "qwen35moe", "nemotron_h_moe", "hunyuan-moe", "jamba"), ("expert_count",)),
-    "gemma2": CAPS,
-    **dict.fromkeys(("gemma3", "gemma3n"), CAPS[1:]),
+    "gemma2": (*CAPS, "attention.scale"),
+    "gemma3": (CAPS[1], "attention.scale"),
+    "gemma3n": CAPS[1:],
     "gemma4": (CAPS[1], "expert_count"),
     "mistral3": ("attention.temperature_scale", "rope.scaling.yarn_log_multiplier"),
     "stablelm": ("use_parallel_residual",),
@@ -74,8 +77,8 @@ INTERLEAVED = (  # rows of queries and keys are in the order of interleaved rota
     "internlm2",
     "muse-glimmer",
 )
-SWA_BASE = "rope.freq_base_swa"  # the base of layers with a window, which these read:
-LOCAL_BASES = ("gemma3", "gemma3n", "gemma4", "olmo2", "laguna", "mellum", "muse-glimmer")
+SWA_BASE = "rope.freq_base_swa"  # of layers with a window; llama.cpp saves 10000 where no layer uses it
+ONE_BASE = "afmoe", "gemma2", "gpt-oss", "llama4"  # whose layers with a window use it, but share one base here
 DTYPES = {"F32": "float32", "F16": "float16", "BF16": "bfloat16"}
 
 
@@ -91,11 +94,11 @@ def read_config(file: GGUF) -> dict[str, Any]:
         raise file.error(what, nearest(name, ARCHITECTURES, "docs/checkpoints.md lists those that are"))
     keys = file.fields(f"{name}.")
     for key in (*OTHER_MATH, *OTHER_SCALES):
-        read = key in READ.get(name, ()) or (key in OTHER_SCALES and keys.config.get(key) == 1)
-        if keys.config.get(key) and not read:
+        value = keys.config.get(key)
+        if value and value not in NEUTRAL.get(key, ()) and key not in READ.get(name, ()):
             raise keys.error(key, "nothing: it is not supported")
     base = keys.float("rope.freq_base", 10000.0)
-    if name not in LOCAL_BASES and keys.float(SWA_BASE, base) != base:
+    if name in ONE_BASE and keys.float(SWA_BASE, base) != base:
         raise keys.error(SWA_BASE, "the rope.freq_base")
     if keys.bool("attention.causal", default=True) is False:
         raise keys.error("attention.causal", "true")
@@ -315,9 +318,10 @@ def _gemma4(file: GGUF, keys: Fields) -> dict[str, Any]:
 def _sized(file: GGUF, keys: Fields, window: int, *, period: int, whole: int) -> dict[str, Any]:
     """Return the fields that Gemma 2 and 3 have in common; `whole`: the number of layers of the largest model."""
     config = gated(file, keys, rotated="all") | windows(keys, window, period)
-    # The factor of scores is not in the file. As in llama.cpp, it is the head's size, except in the largest model.
-    large = config["num_hidden_layers"] == whole
+    large = config["num_hidden_layers"] == whole  # where, as in llama.cpp, the factor of scores is not the head's size
     scalar = config["hidden_size"] // config["num_attention_heads"] if large else config["head_dim"]
+    if abs(keys.float("attention.scale", own := scalar**-0.5) / own - 1) > 1e-6:  # converters leave it out
+        raise keys.error("attention.scale", f"{own:.6g}")
     return config | {"hidden_activation": "gelu_pytorch_tanh", "query_pre_attn_scalar": scalar}
 
 

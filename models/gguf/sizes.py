@@ -72,7 +72,7 @@ def windows(keys: Fields, window: int, period: int, first: bool = False) -> dict
     if not isinstance(slides, list):
         every = keys.int(name, period, low=0)
         slides = [every == 0 or bool((i if first else i + 1) % every) for i in range(layers)]
-    if len(slides) != layers or any(type(flag) is not bool for flag in slides):
+    if len(slides) != layers or any(flag not in (0, 1) for flag in slides):  # llama.cpp saves numbers
         raise keys.error(name, f"a number, or {layers} flags")
     types = [SLIDING if flag and window else FULL for flag in slides]
     return {"layer_types": types, "sliding_window": window or None}

@@ -277,6 +277,23 @@ def test_some_have_one_base_for_all_layers(variant, tmp_path):
         Checkpoint.open(file.write(tmp_path / "file.gguf"))
 
 
+@pytest.mark.parametrize("variant", ["llama/gqa", "gpt2/plain", "gemma/two", "gemma/three"])
+def test_what_llama_cpp_saves_of_any_architecture_changes_nothing(variant, tmp_path):
+    """`llama_model_save_to_file` writes its defaults of fields that the architecture does not have."""
+    file = File(GOLDEN / variant)
+    expected = Checkpoint.open(file.write(tmp_path / "file.gguf")).config
+    saved = {"attn_logit_softcapping": 50.0, "final_logit_softcapping": 30.0, "rope.freq_base_swa": 10000.0}
+    saved |= {"rope.scaling.yarn_ext_factor": -1.0, "logit_scale": 0.0, "rope.scaling.alpha": 0.0}
+    own = {}
+    if "query_pre_attn_scalar" in expected:
+        own["final_logit_softcapping"] = expected["final_logit_softcapping"] or 0.0
+        own["attention.scale"] = expected["query_pre_attn_scalar"] ** -0.5
+        own["attention.sliding_window_pattern"] = [int(kind != "full_attention") for kind in expected["layer_types"]]
+    prefix = lambda keys: {f"{file.arch}.{key}": value for key, value in keys.items()}  # noqa: E731
+    file.keys = prefix(saved) | file.keys | prefix(own)
+    assert Checkpoint.open(file.write(tmp_path / "saved.gguf")).config == expected
+
+
 def as_floats(file):
     """The same file with the values that the package dequantises."""
     floats = File(file.folder, split=file.split)
