@@ -280,7 +280,7 @@ def ropes(
         CheckpointError: naming the field.
     """
     nested, tables = fields.within("rope_parameters"), {}
-    names = [] if partial is None else ["partial_rotary_factor"]
+    names = ["partial_rotary_factor"]
     names += [] if any(name for name, _ in bases.values()) else ["rope_theta"]
     for kind, (name, base) in bases.items():
         scaling, own = fields.within("rope_scaling"), nested.within(kind).config

@@ -70,10 +70,10 @@ class RopeConfig:
         """Read both spellings: `rope_parameters` (transformers 5), and `rope_theta` with `rope_scaling` (before).
 
         `head_dim` is the whole head, `max_positions` the config's `max_position_embeddings`. `theta` is the family's
-        default base, `partial` its default share of rotated dims; with None the family rotates whole heads and other
-        shares are refused. `even`: so are shares that are an odd number of dims, of which most families rotate one
-        more. `kinds` maps the labels that the family knows to kinds; `original` is its default for a top-level
-        `original_max_position_embeddings`.
+        default base, `partial` its default share of rotated dims; with None the family rotates whole heads, and a share
+        is ignored or, where transformers would read it, refused. `even`: shares that are an odd number of dims are
+        refused; most families rotate one more. `kinds` maps the labels that the family knows to kinds; `original` is
+        its default for a top-level `original_max_position_embeddings`.
         Raises CheckpointError for unknown kinds and for invalid parameters.
         """
         fields = config if isinstance(config, Fields) else Fields(config, "config.json")
@@ -96,7 +96,9 @@ class RopeConfig:
                 "factor": rope.float("factor", 1.0, low=1e-3, high=1e6),
             }
             return RopeConfig(head_dim, kind, turned=int(share * head_dim // 2), **base)
-        dims = int(head_dim * _read_share(_holder(rope, fields, "partial_rotary_factor"), partial))
+        whole = partial is None and kind == "default"  # whose frequencies depend on no share in transformers
+        share = 1.0 if whole else _read_share(_holder(rope, fields, "partial_rotary_factor"), partial)
+        dims = int(head_dim * share)
         odd = not even and dims % 2 == 1 and dims < head_dim and kind in ("default", "dynamic", "linear", "llama3")
         if dims % 2 > odd or dims < (3 if kind == "dynamic" else 1):
             raise CheckpointError(f"head_dim: {dims} of {head_dim} dims cannot be rotated in pairs", where=fields.file)

@@ -67,14 +67,8 @@ class BailingHybrid(Decoder):
 
 
 def rotated(fields: Fields) -> Fields:
-    """Return the fields with a base of rotary embeddings. Unless these are scaled, transformers ignores
-    `partial_rotary_factor`, and so does this."""
-    changes: dict[str, Any] = {"rope_theta": fields.float("rope_theta", default=6e6)}
-    scaling = (fields.sub("rope_parameters") or fields.within("rope_scaling")).config
-    if scaling.get("rope_type", scaling.get("type", "default")) == "default":
-        given = {name: value for name, value in scaling.items() if name != "partial_rotary_factor"}
-        changes |= {"rope_parameters": given or None, "rope_scaling": None, "partial_rotary_factor": None}
-    return fields.changed(changes)
+    """Return the fields with a base of rotary embeddings."""
+    return fields.changed({"rope_theta": fields.float("rope_theta", default=6e6)})
 
 
 def delta_nets(fields: Fields, heads: int, recurs: tuple[bool, ...]) -> Recurrent:

@@ -45,6 +45,7 @@ def latent_attention(
     interleaved: bool = True,
     mlp_width: int,
     eps: float = 1e-6,
+    partial: float | None = None,
     **more: Any,
 ) -> dict[str, Any]:
     """Read the arguments of a `Config` except experts.
@@ -52,6 +53,7 @@ def latent_attention(
     Args:
         query_rank, rank, plain, rotated, value: values of absent fields, see `Latent`; interleaved: see `Latent`.
         mlp_width, eps: values of absent fields.
+        partial: see `RopeConfig.from_hf`.
         more: arguments of `rotary`.
 
     Raises:
@@ -75,7 +77,9 @@ def latent_attention(
         interleaved=interleaved,
         split=fields.bool("kv_b_split", default=False),  # a field of GGUF files
     )
-    rope = RopeConfig.from_hf(fields, rotated, options["max_positions"])
+    rope = RopeConfig.from_hf(fields, rotated, options["max_positions"], partial=partial)
+    if rope.head_dim != rotated:
+        raise fields.error("partial_rotary_factor", "1: qk_rope_head_dim elements are rotated")
     scale = (latent.plain + rotated) ** -0.5 * _stretched(fields, rope)
     sizes = {"kv_heads": 1, "head_dim": rotated + latent.rank, "rope": rope, "scales": (scale,) * options["layers"]}
     return options | sizes | {"latent": latent}

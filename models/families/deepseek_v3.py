@@ -46,7 +46,9 @@ class Glm4MoeLite(Decoder):
     @staticmethod
     def read(fields: Fields) -> Config:
         sizes = {"mlp_width": 10240, "query_rank": 768, "plain": 192, "value": 256}
-        options = latent_attention(fields, positions=202752, eps=1e-5, interleaved=interleaved(fields), **sizes)
+        options = latent_attention(
+            fields, positions=202752, eps=1e-5, interleaved=interleaved(fields), partial=1.0, **sizes
+        )
         sparse, rules = sparse_layers(fields, options["layers"], 1), sigmoids(fields, groups=1, kept=1)
         sizes = {"count": 64, "chosen": 4, "width": 1536, "shared": 1, "scale": 1.8}
         return Config(**options, experts=mixture(fields, sparse, **sizes, **rules))

@@ -138,8 +138,7 @@ def ropes(
     for kind, (_, size) in zip(kinds, sizes, strict=True):
         given = nested.sub(kind)
         own = given.config if given else TABLES[kind]
-        names = ["rope_theta"]
-        names += ["partial_rotary_factor"] if own.get("rope_type") == "proportional" else []
+        names = "rope_theta", "partial_rotary_factor"
         part = Fields({"rope_parameters": completed(own, fields, names)}, fields.file)
         found[kind, size] = RopeConfig.from_hf(part, size, max_positions, kinds=labels)
     return tuple(found[kind, size] for kind, (_, size) in zip(kinds, sizes, strict=True))

@@ -58,6 +58,5 @@ def rope(fields: Fields, kind: str, options: dict[str, int]) -> RopeConfig:
         raise nested.error(kind, "an object, as layer_types has layers of this kind")
     base = fields.float("rope_theta", default=1e6, low=1.0, high=1e15)
     labels = KINDS | {"proportional": "proportional"}
-    names = ["partial_rotary_factor"] if given.config.get("rope_type") == "proportional" else []
-    part = Fields({"rope_parameters": completed(given.config, fields, names)}, fields.file)
+    part = Fields({"rope_parameters": completed(given.config, fields, ["partial_rotary_factor"])}, fields.file)
     return RopeConfig.from_hf(part, options["head_dim"], options["max_positions"], theta=base, kinds=labels)

@@ -79,7 +79,7 @@ class Mellum(Decoder):
         return Config(
             head_norms="each",
             windows=windows(fields, kinds, window),
-            ropes=ropes(fields, kinds, options["head_dim"], options["max_positions"], MELLUM_BASES),
+            ropes=ropes(fields, kinds, options["head_dim"], options["max_positions"], MELLUM_BASES, 1.0),
             experts=experts(fields, count=64, chosen=8, width=width, layers=sparse, normalized=normalized),
             **options,
         )

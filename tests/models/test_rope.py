@@ -245,7 +245,7 @@ def test_original_length():
         ({"rope_parameters": {"full_attention": {"rope_type": "default"}}}, "per type of layer"),
         ({"rope_theta": 0}, "rope_theta: expected a number from 1"),
         ({"rope_theta": float("inf")}, "rope_theta"),
-        ({"partial_rotary_factor": 0.5}, "rotates whole heads"),
+        ({"rope_scaling": YARN, "partial_rotary_factor": 0.5}, "rotates whole heads"),
     ],
 )
 def test_bad_configs_name_the_field(config, message):
@@ -269,6 +269,12 @@ def test_odd_shares_that_transformers_cannot_rotate():
     for parameters in (YARN, {"rope_type": "dynamic", "factor": 2.0, "partial_rotary_factor": 0.1}):
         with pytest.raises(CheckpointError, match="pairs"):
             rope_of({"rope_parameters": parameters}, head_dim=10, partial=0.5)
+
+
+def test_a_share_that_frequencies_do_not_depend_on_is_ignored():
+    """transformers 5.24 reads the field in its kinds of stretching only."""
+    for field in ({"partial_rotary_factor": 0.5}, {"rope_parameters": {"partial_rotary_factor": 0.25}}):
+        assert rope_of(field) == rope_of({})
 
 
 def test_partial_rotation():

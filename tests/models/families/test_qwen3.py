@@ -12,6 +12,7 @@ from tests.models.copies import changed
 
 ROOT = Path(__file__).parents[3]
 GOLDEN = ROOT / "tests/golden/qwen3"
+LINEAR = {"rope_type": "linear", "factor": 2.0}
 TEXT = [(7 * i * i + 3 * i) % 101 + 3 for i in range(40)]
 
 
@@ -28,7 +29,7 @@ TEXT = [(7 * i * i + 3 * i) % 101 + 3 for i in range(40)]
         ({"layer_types": 3}, "layer_types: expected 2 of"),
         ({"use_sliding_window": "yes"}, "use_sliding_window: expected true or false"),
         ({"use_sliding_window": True, "sliding_window": 0}, "sliding_window: expected"),
-        ({"rope_parameters": {"partial_rotary_factor": 0.5}}, "this family rotates whole heads"),
+        ({"rope_parameters": LINEAR | {"partial_rotary_factor": 0.5}}, "this family rotates whole heads"),
     ],
 )
 def test_refusals_name_what_is_wrong(tmp_path, changes, message):
