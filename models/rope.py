@@ -18,7 +18,7 @@ from kernels.stack import Angles
 from models.checkpoint.fields import Fields
 from models.errors import CheckpointError
 
-KINDS = {kind: kind for kind in ("default", "dynamic", "linear", "llama3", "longrope", "yarn")}  # labels -> kinds
+KINDS = {kind: kind for kind in ("default", "dynamic", "linear", "llama3", "longrope", "proportional", "yarn")}
 LEAST_KEPT = 256  # the fewest positions whose tables are kept
 BUFFERS = (  # tables of rotations and positions in older checkpoints, which are computed here instead
     re.compile(r"(.+\.)?(rotary_emb\.((original_)?inv_freq|(cos|sin)_cached)|position_ids)"),
@@ -87,9 +87,9 @@ class RopeConfig:
 
         theta = _holder(rope, fields, "rope_theta").float("rope_theta", theta, low=1.0, high=1e15)
         if kind == "proportional":
-            share = _holder(rope, fields, "partial_rotary_factor").float(
-                "partial_rotary_factor", 1.0, low=0.0, high=1.0
-            )
+            share = _read_share(_holder(rope, fields, "partial_rotary_factor"), partial or 1.0)
+            if even and int(head_dim * share) != head_dim:
+                raise rope.error(spelling, "another kind: transformers rotates whole heads by it, and here only a part")
             base = {
                 "theta": theta,
                 "original_length": max_positions,
@@ -160,9 +160,6 @@ def _read_llama3(rope: Fields) -> dict[str, Any]:
 
 def _read_longrope(rope: Fields, base: Mapping[str, Any]) -> dict[str, Any]:
     factor, length, count = base["factor"], base["original_length"], base["head_dim"] // 2
-    for name in ("short_mscale", "long_mscale"):
-        if rope.config.get(name) is not None:
-            raise rope.error(name, "nothing: scaling by length is not supported")
     if factor > 1 and length == 1:
         raise CheckpointError("original_max_position_embeddings: expected more than 1, got 1", where=rope.file)
     attention = math.sqrt(1 + math.log(factor) / math.log(length)) if factor > 1 else 1.0

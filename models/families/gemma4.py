@@ -12,7 +12,7 @@ from models.decoder import Decoder
 from models.families.gemma import cap
 from models.names import Names
 from models.reading import completed, kinds_by_period, rotary, windows
-from models.rope import BUFFERS, KINDS, RopeConfig
+from models.rope import BUFFERS, RopeConfig
 
 TABLES: Mapping[str, dict[str, Any]] = {
     SLIDING: {"rope_type": "default", "rope_theta": 1e4},
@@ -134,13 +134,12 @@ def ropes(
 ) -> tuple[RopeConfig, ...]:
     """Read `Config.ropes`, each for the heads of its layer."""
     nested, found = fields.within("rope_parameters"), {}
-    labels = KINDS | {"proportional": "proportional"}
     for kind, (_, size) in zip(kinds, sizes, strict=True):
         given = nested.sub(kind)
         own = given.config if given else TABLES[kind]
         names = "rope_theta", "partial_rotary_factor"
         part = Fields({"rope_parameters": completed(own, fields, names)}, fields.file)
-        found[kind, size] = RopeConfig.from_hf(part, size, max_positions, kinds=labels)
+        found[kind, size] = RopeConfig.from_hf(part, size, max_positions)
     return tuple(found[kind, size] for kind, (_, size) in zip(kinds, sizes, strict=True))
 
 

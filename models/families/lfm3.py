@@ -8,7 +8,7 @@ from models.decoder import Decoder
 from models.families.lfm2 import CONV, LFM2, convs
 from models.names import Names
 from models.reading import completed, layer_types, rotary, window_of, windows
-from models.rope import KINDS, RopeConfig
+from models.rope import RopeConfig
 
 ROPES = {
     SLIDING: {"rope_type": "default", "rope_theta": 1e4},
@@ -57,6 +57,5 @@ def rope(fields: Fields, kind: str, options: dict[str, int]) -> RopeConfig:
     if (given := nested.sub(kind)) is None:
         raise nested.error(kind, "an object, as layer_types has layers of this kind")
     base = fields.float("rope_theta", default=1e6, low=1.0, high=1e15)
-    labels = KINDS | {"proportional": "proportional"}
     part = Fields({"rope_parameters": completed(given.config, fields, ["partial_rotary_factor"])}, fields.file)
-    return RopeConfig.from_hf(part, options["head_dim"], options["max_positions"], theta=base, kinds=labels)
+    return RopeConfig.from_hf(part, options["head_dim"], options["max_positions"], theta=base)

@@ -59,6 +59,10 @@ TABLE = {
         *(1e4, 4096, YARN, [1.0, 0.07499999552965164, 0.004999999888241291, 0.0002500000118743628], 1.138629436111989),
         [-0.29874772, -0.65079629, 0.28170145, 0.01423250],
     ),
+    "proportional": (
+        *(1e4, 64, {"rope_type": "proportional", "partial_rotary_factor": 0.5, "factor": 2.0}, [0.5, 0.05, 0.0, 0.0]),
+        *(1.0, [-0.13235175, 0.59847215, 0.0, 0.0]),
+    ),
     "yarn mscale": (
         *(1e4, 4096, YARN | MSCALE, [1.0, 0.08539863675832748, 0.003556971438229084, 0.0002500000118743628]),
         *(1.0648216253695715, [-0.27938241, -0.96228176, 0.18838026, 0.01330992]),
@@ -227,7 +231,7 @@ def test_original_length():
     [
         (
             {"rope_scaling": {"type": "su"}},
-            r"rope_scaling.type: expected one of default, dynamic, linear, llama3, longrope, yarn",
+            r"rope_scaling.type: expected one of default, dynamic, linear, llama3, longrope, proportional, yarn",
         ),
         ({"rope_parameters": {"rope_type": ["yarn"]}}, r"rope_parameters.rope_type"),
         ({"rope_scaling": "linear"}, "rope_scaling: expected an object"),
@@ -240,7 +244,6 @@ def test_original_length():
         ({"rope_scaling": LONGROPE | {"short_factor": [1.0, 1.0, "1", 1.0]}}, "short_factor: expected numbers from"),
         ({"rope_scaling": LONGROPE | {"short_factor": [1.0, 0.0, 1.0, 1.0]}}, "short_factor: expected numbers from"),
         ({"rope_scaling": LONGROPE | {"long_factor": [1, 1, float("nan"), 1]}}, "long_factor: expected numbers from"),
-        ({"rope_scaling": LONGROPE | {"long_mscale": 1.2}}, "long_mscale: expected nothing"),
         ({"rope_scaling": LONGROPE, "original_max_position_embeddings": 1}, "more than 1, got 1"),
         ({"rope_parameters": {"full_attention": {"rope_type": "default"}}}, "per type of layer"),
         ({"rope_theta": 0}, "rope_theta: expected a number from 1"),
@@ -275,6 +278,19 @@ def test_a_share_that_frequencies_do_not_depend_on_is_ignored():
     """transformers 5.24 reads the field in its kinds of stretching only."""
     for field in ({"partial_rotary_factor": 0.5}, {"rope_parameters": {"partial_rotary_factor": 0.25}}):
         assert rope_of(field) == rope_of({})
+
+
+def test_scales_by_length_that_only_phi_with_experts_has_are_ignored():
+    scales = {"short_mscale": 1.2, "long_mscale": 1.3}
+    assert rope_of({"rope_scaling": LONGROPE | scales}) == rope_of({"rope_scaling": LONGROPE})
+
+
+def test_a_proportional_share_in_families_that_rotate_a_part():
+    """Nothing but the frequencies of Gemma 4: all dims take part, of which the last do not turn."""
+    proportional = {"rope_parameters": {"rope_type": "proportional"}}
+    assert rope_of(proportional, partial=0.5) == RopeConfig(8, "proportional", turned=2, original_length=64)
+    with pytest.raises(CheckpointError, match="rope_type: expected another kind"):
+        rope_of(proportional, partial=0.5, even=True)
 
 
 def test_partial_rotation():

@@ -101,7 +101,7 @@ def test_defaults_are_those_of_transformers():
         ({"linear_conv_kernel_dim": 65}, "linear_conv_kernel_dim: expected"),
         ({"linear_conv_kernel_dim": 3}, r"linear_attn.conv1d.weight in .*expected \[48, 1, 3\]"),
         ({"hidden_act": "gelu"}, "hidden_act: expected one of silu, swish"),
-        ({"rope_parameters": {"rope_type": "proportional"}}, "rope_type: expected one of"),
+        ({"rope_parameters": {"rope_type": "su"}}, "rope_type: expected one of"),
     ],
 )
 def test_refusals_name_what_is_wrong(tmp_path, changes, message):
