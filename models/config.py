@@ -11,7 +11,7 @@ from models.rope import RopeConfig
 
 # Kinds of layers in `layer_types`.
 FULL, SLIDING, RECURRENT = "full_attention", "sliding_attention", "linear_attention"
-Placement = Literal["input", "output", "sum"]  # of the norms of attention and MLP
+Placement = Literal["input", "stream", "output", "sum"]  # of the norms of attention and MLP
 XIELU = "xielu"  # an activation whose parameters differ from layer to layer, see `kernels.rows.xielu`
 
 
@@ -241,8 +241,8 @@ class Config:
         ropes: `rope` by layer, if layers differ; empty: all layers have `rope`.
         rms: norms are RMSNorms and not LayerNorms; affine: they have weights; norm_bias: LayerNorms have biases too.
         plus_one: norms multiply by 1 + weight; "layers": those of layers, but not the final one.
-        norms: the positions of the norms of attention and MLP: on the input, on the output before it is added to the
-            stream, on the sum. One or several.
+        norms: the positions of the norms of attention and MLP: on the input, on the stream itself before it is read, on
+            the output before it is added to the stream, on the sum. One or several.
         out_norm_eps: epsilon of norms on outputs; None: that of the others.
         parallel: attention and MLP run in parallel, and their input norm is "shared" or each has its "own"; "": the MLP
             reads the stream after attention.

@@ -315,12 +315,16 @@ class Residual(nn.Module):
         super().__init__()
         norms = [norm for norm in c.norms_of(index) if not (bare and norm == "input")]
         self.input = Norm(c, weights, name) if "input" in norms else None
+        self.stream = Norm(c, weights, name) if "stream" in norms else None
         self.output = Norm(c, weights, out_name, eps=c.out_norm_eps) if "output" in norms else None
         self.sum = Norm(c, weights, name) if "sum" in norms else None
         self.scale = c.residual_scale
 
     def read(self, source: str = "stream") -> list[Call]:
-        """The calls from the stream, or another register, to "read"."""
+        """The calls from the stream, or another register, to "read". If there is no norm on the input, the stream is
+        what is read: no call, or one that changes it."""
+        if self.stream is not None:
+            return [Call("norm", "stream", "stream", norm=self.stream)]
         return [] if self.input is None else [Call("norm", source, "read", norm=self.input)]
 
     def add(self, *outputs: str) -> Iterator[Call]:

@@ -412,7 +412,7 @@ class Names:
         """Return the norms of a layer, except those of heads, and the sizes of their vectors."""
         names = []
         norms = c.norms_of(layer)
-        if {"input", "sum"} & {*norms}:
+        if {"input", "stream", "sum"} & {*norms}:
             names += [self.attention_norm] if c.has("attention", layer) and (layer or c.first_norm) else []
             names += [self.mlp_norm] if c.has("mlp", layer) and c.parallel != "shared" else []
         if "output" in norms:

@@ -29,12 +29,12 @@ class Bloom(Decoder):
     def read(fields: Fields) -> Config:
         if (width := fields.config.get("n_embed")) is not None:
             fields = fields.changed({"hidden_size": width})
-        if fields.bool("apply_residual_connection_post_layernorm", default=False):
-            raise fields.error("apply_residual_connection_post_layernorm", "false")
+        normed = fields.bool("apply_residual_connection_post_layernorm", default=False)
         names = "hidden_size", "n_head", "n_layer", "n_inner", "seq_length"
         options = sizes(fields, tied=True, positions=2048, names=names)
         return Config(
             **options,
+            norms=("stream",) if normed else ("input",),
             embedding_norm=True,
             slopes=slopes(options["heads"]),
             grouped_qkv="head",

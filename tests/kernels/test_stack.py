@@ -67,6 +67,7 @@ VARIANTS = [
     *("gemma3n/plain", "gemma3n/others", "gemma3n/defaults"),
     *("llama4/plain", "llama4/steps", "llama4/types", "relatives/dbrx", "relatives/olmoe_clipped", "relatives/hy3"),
     *("relatives/flint", "relatives/kolibri", "published/minicpm", "published/internlm2_biases", "published/ling"),
+    "alibi/bloom_normed",
 ]
 KINDS = [(dtype, quant) for dtype in ("float32", "bfloat16", "float16") for quant in ("none", "int8")]
 IN_EVERY_KIND = (
@@ -148,6 +149,7 @@ OPTIONS = {
     "norms of outputs": {"norms": ("output",)},
     "four norms": {"norms": ("input", "output"), "plus_one": True},
     "an epsilon of outputs": {"norms": ("input", "output"), "out_norm_eps": 0.1, "plus_one": "layers"},
+    "norms of the stream": {"norms": ("stream",), "rms": False},
     "norms of outputs and sums": {"norms": ("output", "sum")},
     "all heads": {"head_norms": "all"},
     "norms of each head": {"head_norms": "own", "rms": False},

@@ -52,7 +52,6 @@ def read(architecture, **changes):
     [
         ("StableLmForCausalLM", "head_dim", {"head_dim": 16}),
         ("HeliumForCausalLM", "head_dim", {"head_dim": 16}),
-        ("BloomForCausalLM", "apply_residual", {**BLOOM, "apply_residual_connection_post_layernorm": True}),
         ("BloomForCausalLM", "hidden_size: expected a multiple", {**BLOOM, "n_embed": 30}),
         ("MptForCausalLM", r"attn_config\.alibi: expected true", {**MPT, "attn_config": {"alibi": False}}),
         ("MptForCausalLM", r"attn_config\.qk_ln: expected false", {**MPT, "attn_config": {"qk_ln": True}}),

@@ -17,6 +17,7 @@ CHANGES: dict[str, dict[str, Any]] = {
     "mpt": named("MptForCausalLM", "mpt", **MPT),
     "bloom": named("BloomForCausalLM", "bloom", **BLOOM),
     "bloom_old": named("BloomForCausalLM", "bloom", **BLOOM | OLD, tie_word_embeddings=False, torch_dtype="float16"),
+    "bloom_normed": named("BloomForCausalLM", "bloom", **BLOOM, apply_residual_connection_post_layernorm=True),
     "bloom_classifier": named("BloomForSequenceClassification", "bloom", **BLOOM, num_labels=1),
     "mpt_clipped": named("MptForCausalLM", "mpt", **MPT | {"n_heads": 3, "d_model": 24}, tie_word_embeddings=False,
                          attn_config={"clip_qkv": 0.5, "softmax_scale": 0.3, "alibi": True, "attn_impl": "triton"}),

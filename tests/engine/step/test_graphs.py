@@ -52,7 +52,7 @@ FAMILIES = [  # of each a variant with windows, layers without rotation, or what
     *(f"qwen3_5/recurrent{variant}" for variant in ("", "_interval", "_taps")),
     *("granite/hybrid", "granite/hybrid_rope", "granite/scans", "granite/scans_groups", "falcon_h1/plain"),
     *("llama4/plain", "llama4/steps", "relatives/dbrx", "relatives/olmoe_clipped", "relatives/flint"),
-    *("alibi/bloom", "alibi/mpt_clipped", "alibi/falcon", "relatives/xglm", "relatives/gpt"),
+    *("alibi/bloom", "alibi/bloom_normed", "alibi/mpt_clipped", "alibi/falcon", "relatives/xglm", "relatives/gpt"),
     *("modernbert/plain", "cohere/compass", "laguna/plain", "relatives/mllama"),
     *("kimi_linear/plain", "bailing_hybrid/plain", "zamba2/plain"),
 ]
