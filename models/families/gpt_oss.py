@@ -29,8 +29,8 @@ class GptOss(Decoder):
     def read(fields: Fields) -> Config:
         if not fields.sub("rope_scaling") and not fields.sub("rope_parameters"):
             fields = fields.changed({"rope_parameters": YARN})
-        fields.choice("hidden_act", ("silu", "swish"), default="silu")
         clamped_gates(fields)
+        fields = fields.changed({"hidden_act": None})  # which the gates do not depend on
         width = fields.int("intermediate_size", default=2880)
         sizes = {"kv_heads": 8, "head_dim": 64, "mlp_width": width, "theta": 150000.0, "eps": 1e-5, "bias": True}
         options: dict[str, Any] = rotary(fields, positions=131072, **sizes) | {"activation": CLAMPED}

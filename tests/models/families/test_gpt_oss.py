@@ -167,8 +167,9 @@ def test_fields():
     assert (plain.rope.theta, plain.rope.truncate, plain.rope.original_length) == (150000.0, False, 4096)
     assert plain.attention_bias and plain.sinks and experts.bias and plain.activation == "clamped_swiglu"
     assert read("GptOssForCausalLM", num_key_value_heads=None).kv_heads == 4
+    assert read("GptOssForCausalLM", hidden_act="gelu") == plain  # transformers does not read it
     for field, value in (
-        ("swiglu_limit", 6.0), ("swiglu_alpha", 1.0), ("hidden_act", "gelu"), ("sliding_window", 0),
+        ("swiglu_limit", 6.0), ("swiglu_alpha", 1.0), ("sliding_window", 0),
         ("sliding_window", None), ("layer_types", ["chunked_attention"] * 4), ("num_experts_per_tok", 200),
     ):  # fmt: skip
         with pytest.raises(CheckpointError, match=field):
