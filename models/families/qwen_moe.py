@@ -147,7 +147,8 @@ def _windowed(fields: Fields, full: Callable[[int], bool], **sizes: Any) -> dict
 def experts_by_step(
     fields: Fields, layers: int, *, count: int, chosen: int, width: int, normalized: bool = False, **more: Any
 ) -> Experts | None:
-    """Read `Config.experts`: every `decoder_sparse_step`-th layer has them, except those that `mlp_only_layers` lists.
+    """Read `Config.experts`: every `decoder_sparse_step`-th layer has them, except those that `mlp_only_layers` lists;
+    none has if there are 0.
 
     Args:
         count, chosen, width, normalized: values of absent fields; see `models.config.Experts` and `Routing`.
@@ -159,12 +160,13 @@ def experts_by_step(
     step, dense = fields.int("decoder_sparse_step", default=1), fields.config.get("mlp_only_layers") or []
     if type(dense) is not list or any(type(i) is not int for i in dense):
         raise fields.error("mlp_only_layers", "a list of numbers of layers")
+    some = fields.int("num_experts", fields.int("num_local_experts", count, low=0), low=0) > 0
     return experts(
         fields,
         count=count,
         chosen=chosen,
         width=fields.int("moe_intermediate_size", default=width),
-        layers=[i not in dense and (i + 1) % step == 0 for i in range(layers)],
+        layers=[some and i not in dense and (i + 1) % step == 0 for i in range(layers)],
         normalized=fields.bool("norm_topk_prob", default=normalized),
         **more,
     )

@@ -434,6 +434,8 @@ def test_defaults_of_mixtures():
     assert read("Qwen3MoeForCausalLM", num_experts=None, num_local_experts=8).experts.count == 8
     assert read("Qwen3MoeForCausalLM", decoder_sparse_step=2, mlp_only_layers=[1]).experts.layers == (0, 0, 0, 1)
     assert read("Qwen3MoeForCausalLM", decoder_sparse_step=5).experts is None
+    for name in ("num_experts", "num_local_experts"):
+        assert read("Qwen3MoeForCausalLM", **{name: 0}).experts is None
     windows = {"use_sliding_window": True, "sliding_window": 8}
     assert read("Qwen2MoeForCausalLM", **windows).windows == (8, None, 8, None)
     assert read("Qwen2MoeForCausalLM", **windows, max_window_layers=1).windows == (8, None, None, None)
