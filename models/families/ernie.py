@@ -45,6 +45,7 @@ class ErnieMoe(Decoder):
     def read(fields: Fields) -> Config:
         if fields.bool("use_bias", default=False):
             raise fields.error("use_bias", "false: experts with biases are not supported")
+        fields.float("moe_norm_min", default=1e-12, low=0.0, high=1e-6)  # of the sum that divides weights
         options, width = _options(fields, kv_heads=4), fields.int("moe_intermediate_size", default=1536)
         first, last = (
             fields.int(f"moe_layer_{end}_index", default=i, low=-1) for end, i in (("start", 1), ("end", -1))

@@ -70,6 +70,7 @@ def read(architecture, **changes):
         ("InternLM3ForCausalLM", "qkv_bias", {"qkv_bias": True}),
         ("AfmoeForCausalLM", "attention_bias", {"attention_bias": True}),
         ("Ernie4_5_MoeForCausalLM", "use_bias", {"use_bias": True}),
+        ("Ernie4_5_MoeForCausalLM", "moe_norm_min", {"moe_norm_min": 0.1}),
         ("Exaone4ForCausalLM", "sliding_window_pattern", {"sliding_window_pattern": "LLLG"}),
         ("Cohere2ForCausalLM", "sliding_window", {"sliding_window": None}),
         ("GPTJForCausalLM", "rotary_dim", {"n_embd": 32, "n_head": 4, "n_layer": 1, "rotary_dim": None}),
