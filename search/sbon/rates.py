@@ -35,7 +35,7 @@ def accepted_by_risk(n: int, correlation: float, risk: float) -> int:
     now, final = correlation * z[0] + math.sqrt(1 - correlation**2) * z[1], z[0]
     best_now = now.gather(1, final.argmax(1, keepdim=True))
     ranks = (now > best_now).sum(1).sort().values  # the present rank of the eventual best in each trial
-    return int(ranks[min(trials - 1, math.ceil((1 - risk) * trials) - 1)]) + 1
+    return int(ranks[max(0, math.ceil((1 - risk) * trials) - 1)]) + 1
 
 
 def rank_correlation(x: Sequence[float], y: Sequence[float]) -> float:

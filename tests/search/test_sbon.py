@@ -259,6 +259,7 @@ def test_accepted_by_risk():
         assert accepted_by_risk(100, rho, 1 - kept + 0.02) <= count <= accepted_by_risk(100, rho, 1 - kept - 0.02)
     counts = [accepted_by_risk(60, rho / 10, 0.05) for rho in range(11)]
     assert counts == sorted(counts, reverse=True)
+    assert accepted_by_risk(100, 0.5, 0.0) > 90 and accepted_by_risk(100, 0.5, 1.0) == 1
 
 
 # --- figures ---
