@@ -17,11 +17,12 @@ NEVER = -1e9
 
 
 class Table:
-    """Log-probabilities of a toy model, a function of the whole sequence; `step` rounds them, so that sums tie."""
+    """Log-probabilities of a toy model, a function of the whole sequence; `step` rounds them, so that sums tie; a bias,
+    `raised`, is added to all."""
 
-    def __init__(self, vocab, seed, sharp=2.0, step=0.0, eos=(), eos_bias=0.0, dead=0.0):
+    def __init__(self, vocab, seed, sharp=2.0, step=0.0, eos=(), eos_bias=0.0, dead=0.0, raised=0.0):
         self.vocab, self.seed, self.sharp, self.step = vocab, seed, sharp, step
-        self.eos, self.eos_bias, self.dead = eos, eos_bias, dead
+        self.eos, self.eos_bias, self.dead, self.raised = eos, eos_bias, dead, raised
         self.known = {}
 
     def __call__(self, path):
@@ -30,7 +31,7 @@ class Table:
             rng = random.Random(repr((self.seed, key)))
             logits = torch.tensor([rng.gauss(0, self.sharp) for _ in range(self.vocab)])
             logits[list(self.eos)] += self.eos_bias
-            row = torch.log_softmax(logits, -1)
+            row = torch.log_softmax(logits, -1) + self.raised
             if self.step:  # multiples of a power of two: sums are exact in float32
                 row = -torch.clamp((-row / self.step).round(), min=1) * self.step
             if self.dead:
@@ -76,7 +77,7 @@ def watched(table, search, max_new, eos=(), stops=None, page_size=4, **options):
 
 def compare(table, k, max_new, eos, penalty, mode, returned, stops=None):
     search = Trie(k, penalty, mode, returned)
-    ours = watched(table, search, max_new, eos, stops)
+    ours = watched(table, search, max_new, eos, stops, rising=table.raised > 0)
     expected, alive, steps = beam_search(table, k, max_new, eos, penalty, mode, stops or (lambda path: False))
     assert ours.outputs == [path for path, _ in expected[:returned]]
     for output, (path, score) in zip(ours.result.outputs, expected, strict=False):
@@ -129,6 +130,14 @@ def test_a_negative_penalty_is_bounded_at_the_current_length():
     for seed in range(60):
         table = Table(6, seed, sharp=3.0, eos=(3, 4, 5), eos_bias=3.0)
         compare(table, 3, 13, (3, 4, 5), -0.5 - seed % 2, "never", 3)
+
+
+@pytest.mark.parametrize("mode", [False, True, "never"])
+def test_sums_that_rise(mode):
+    """With a bias a longer hypothesis may be more probable: none is abandoned because sums only fall."""
+    for seed, penalty in itertools.product(range(10), [0, 1]):
+        table = Table(6, seed, eos=(3,), eos_bias=1.0, raised=2.0)
+        compare(table, 3, 9, (3,), penalty, mode, returned=1 + seed % 3)
 
 
 def test_no_eos_and_one_token():
