@@ -120,7 +120,7 @@ class TokenTree(PlacedNodes):
         """Drop the nodes that are not kept; returns their slots, which the caller must release."""
         children, leaves, slot_of, slots = self._children, self._leaves, self._slot, []
         for node in [leaf for leaf in leaves if leaf not in kept]:
-            while node not in children and node not in kept and node != self.root:
+            while node not in children and node not in kept:
                 if slot_of[node] >= 0:
                     slots.append(slot_of[node])
                     self._bits.pop(node, None)

@@ -83,14 +83,19 @@ def test_keep_frees_what_the_choice_left_and_keeps_what_hangs_below_it():
     assert tree.pool.used_pages == 0
 
 
-def test_a_row_that_does_not_suffice_is_evaluated_again_with_all_below():
-    tree, nodes = grown()
-    chain(tree, nodes[0], [4, 5, 6])
-    node = tree.child(nodes[0], 4)
+@pytest.mark.parametrize("first", [False, True], ids=["after branches", "in the first slot"])
+def test_a_row_that_does_not_suffice_is_evaluated_again_with_all_below(first):
+    tree, [above, _] = grown()
+    if first:
+        tree.keep([above])
+        above = tree.root
+    chain(tree, above, [4, 5, 6])
+    node = tree.child(above, 4)
     below = tree.child(node, 5)
     tree.forget_row(node)
     check_tree(tree)
     assert tree.pending([below])[1] == [node, below] and not tree.drafts and tree.drafts.rows == {}
+    assert tree.page_count == (4 if first else 5)
 
 
 def test_the_same_holds_in_the_trunk():
