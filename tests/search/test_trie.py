@@ -72,6 +72,10 @@ def watched(table, search, max_new, eos=(), stops=None, page_size=4, **options):
     run = drive(search, table, max_new, eos, page_size=page_size, stops=stops, **options)
     assert run.settled == run.outputs[0]
     assert all(one.live == PROMPT + one.needed for one in run.passes)  # prompt and distinct ancestors
+    for told in run.told[:-1]:
+        assert told.beams == sorted(told.beams, key=lambda one: -one[0]) and told.best == told.beams[0][1]
+        ended = told.best[-1] in eos or (stops is not None and stops(told.best))
+        assert ended == (told.report.ready is not None)
     return run
 
 
