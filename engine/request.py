@@ -389,6 +389,8 @@ def _check_fields(request: Request) -> None:
     check_messages(request.messages)
     if not isinstance(request.trace, Trace | None):
         raise UsageError(f"trace: expected a Trace, got {request.trace!r}")
+    if request.trace is not None and request.trace.begun:
+        raise UsageError("trace: it records another request already", remedy="give each request a trace of its own")
     check_callable("reward", request.reward, " of (prompt, texts)")
 
 

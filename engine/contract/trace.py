@@ -246,6 +246,11 @@ class Trace:
         self._places: dict[tuple[int, ...], list[Any]] = {}  # the search's outputs -> see `TreeRecord.find`
         self._began = time.perf_counter()
 
+    @property
+    def begun(self) -> bool:
+        """Whether a request has it already."""
+        return bool(self._about)
+
     def _detach(self) -> None:
         """Drop the trees: with their observers they form cycles, which keep the model in memory."""
         for record in self.trees:
@@ -256,7 +261,7 @@ class Trace:
         self, search: Search, prompt: Sequence[int], models: Mapping[str, str], tokenizers: Mapping[str, Any]
     ) -> None:
         """A request is submitted. Raises ValueError if this is not the first."""
-        if self._about:
+        if self.begun:
             raise ValueError("a trace records one request: give each its own")
         plain = {k: x if isinstance(x, bool | int | float | str | None) else str(x) for k, x in vars(search).items()}
         self._about = {"search": type(search).__name__, "params": plain, "models": dict(models)}
@@ -324,7 +329,7 @@ class Trace:
 
     def finish(self, result: SearchResult | None, error: BaseException | None) -> None:
         """Complete the record: the search has ended."""
-        if self.record is not None or not self._about:
+        if self.record is not None or not self.begun:
             return
         end = len(self.steps) if self._cut is None else self._cut
         for tree in self.trees if self.on else []:

@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from engine import Engine, Request, Session, UsageError
+from engine.contract.trace import Trace
 from engine.conversation import Conversation
 from engine.demo import demo_folder
 from search import Greedy, Trie
@@ -121,6 +122,17 @@ def test_what_is_no_request_does_not_disturb_the_others(engine):
     outcomes = dict(engine.serve([5, Request("Hello", Greedy(), max_new_tokens=1), "x"]))
     assert "expected a Request, got 5" in str(outcomes[0]) and "expected a Request, got 'x'" in str(outcomes[2])
     assert outcomes[1].outputs
+
+
+def test_a_trace_of_another_request_does_not_disturb_the_others(engine):
+    trace = Trace()
+    requests = [Request("Hello", Greedy(), max_new_tokens=1, trace=each) for each in (trace, trace, None)]
+    outcomes = dict(engine.serve(requests))
+    assert isinstance(outcomes[1], UsageError) and outcomes[1].what.startswith("trace: it records another request")
+    assert not isinstance(outcomes[0], UsageError) and outcomes[0].outputs == outcomes[2].outputs
+    with pytest.raises(UsageError, match="^trace: "):
+        engine.generate(["Hello", "Hello"], Greedy(), max_new_tokens=1, trace=Trace())
+    check_pool(engine.pool)
 
 
 @pytest.mark.parametrize("scores", [5, None, "Hello", ["Hello"], [5], [None]])
