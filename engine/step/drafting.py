@@ -323,7 +323,8 @@ class JobDrafts:
     def known(
         self, request: Evaluate, nodes: Sequence[int], partial_answer: PartialRows | PartialSums
     ) -> dict[int, Any]:
-        """The rows of these nodes of a request that are known, taken from the tree; others need an evaluation."""
+        """The rows of these nodes of a request that are known, taken from the tree; others need an evaluation. Top sums
+        that the best tokens of rows decide are added to the answer."""
         tree = request.tree
         if tree is not self.tree:
             return {}
@@ -336,7 +337,8 @@ class JobDrafts:
             best = [*known]
         elif best and isinstance(partial_answer, PartialSums):
             wanted = partial_answer.top_sums(best)
-            if best_of([known[node] for node in best], wanted, partial_answer.width) is not None:
+            if (found := best_of([known[node] for node in best], wanted, partial_answer.width)) is not None:
+                partial_answer.found(found, best)
                 best = []
         for node in best:  # the best tokens of their rows do not suffice
             del known[node]
@@ -359,7 +361,7 @@ class JobDrafts:
                 self.size.note(guessed.chance(child), (id(guessed), child) in came)
 
     def answer(self, pending: Pending, fail: Callable[[Exception], None]) -> tuple[list[int], Tensor]:
-        """Add known rows to an answer; returns the nodes whose rows are whole, and these rows.
+        """Add the known rows that are whole to an answer; returns their nodes, and these rows.
 
         Args:
             fail: called with the exception of an edit, as in a pass.
@@ -367,16 +369,10 @@ class JobDrafts:
         tree, known, partial_answer, constrained = self.tree, pending.known, pending.partial, pending.constrained
         assert tree is not None
         self.accepted += len(known)
-        if best := [node for node, row in known.items() if isinstance(row, BestOfRow)]:
-            assert isinstance(partial_answer, PartialSums)
-            wanted = partial_answer.top_sums(best)
-            found = best_of([known[node] for node in best], wanted, partial_answer.width)
-            assert found is not None  # else `known` would have left them out
-            partial_answer.found(found, best)
-        nodes = [node for node in known if node not in best]
-        rows = [row for row in known.values() if isinstance(row, Tensor)]
-        if not nodes:
+        whole = {node: row for node, row in known.items() if isinstance(row, Tensor)}  # of the others see `known`
+        if not whole:
             return [], torch.empty(0, 0)
+        nodes, rows = [*whole], [*whole.values()]
         logp_NV = rows[0] if len(rows) == 1 else torch.cat(rows)
         if constrained is not None:
             guarded(constrained.edit(tree, nodes, slice(0, len(nodes))).apply, fail)(logp_NV)
