@@ -9,10 +9,10 @@ from models.lazy import exports
 if TYPE_CHECKING:
     from engine.cache.tree import TokenTree
     from engine.contract import ContinuationScore, Evaluate, Output, Report, SearchResult, Task
-    from engine.engine import Done, Engine, Prefill, Progress, Request, Session, Text
+    from engine.engine import Engine, Session
     from engine.errors import CheckpointError, CoppiceError, KVMemoryError, NumericsError, SearchError, UsageError
     from engine.load.options import LoadOptions
-    from engine.request import RequestOptions
+    from engine.request import Done, Prefill, Progress, Request, RequestOptions, Text
     from engine.rules import Rules
     from engine.rules.catalogue import Catalogue
     from engine.rules.constraint import Choices, Constraint, ConstraintError
@@ -54,10 +54,10 @@ __getattr__ = exports(
     {
         "engine.cache.tree": "TokenTree",
         "engine.contract": "ContinuationScore Evaluate Output Report SearchResult Task",
-        "engine.engine": "Done Engine Prefill Progress Request Session Text",
+        "engine.engine": "Engine Session",
         "engine.errors": "CheckpointError CoppiceError KVMemoryError NumericsError SearchError UsageError",
         "engine.load.options": "LoadOptions",
-        "engine.request": "RequestOptions",
+        "engine.request": "Done Prefill Progress Request RequestOptions Text",
         "engine.rules": "Rules",
         "engine.rules.catalogue": "Catalogue",
         "engine.rules.constraint": "Choices Constraint ConstraintError",

@@ -9,11 +9,12 @@ from typing import Any, Unpack
 
 from engine.contract import Output, Search, SearchResult
 from engine.contract.checks import slots_of
-from engine.engine import Done, Engine, Event, Request, Session
+from engine.engine import Engine, Session
 from engine.errors import UsageError, shortened
 from engine.load.capabilities import Capabilities
-from engine.request import StreamOptions
-from engine.text.prompting import TemplateOptions, chat_prompt
+from engine.request import Done, Event, Request, StreamOptions
+from engine.text.prompting import chat_prompt
+from engine.text.template import TemplateOptions
 from engine.text.thinking import Thoughts
 from engine.words import OVERFLOW
 

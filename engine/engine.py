@@ -15,7 +15,7 @@ from torch import Tensor
 
 from engine.cache.pool import PagePool
 from engine.cache.slots import Trunk
-from engine.contract import ContinuationScore, Evaluate, Search, SearchResult
+from engine.contract import ContinuationScore, Search, SearchResult
 from engine.drafts.choice import chosen_drafter
 from engine.drafts.requested import RequestedDrafters
 from engine.embeddings import embedding_of, embedding_requests, stacked
@@ -475,6 +475,3 @@ class Session:
         if self.trunk is not None:
             self.trunk.release(self.engine.pool)
             self.trunk = None
-
-
-__all__ = ["Done", "Engine", "Evaluate", "Event", "Prefill", "Progress", "Request", "Session", "Text"]

@@ -12,7 +12,7 @@ from engine.cache.prefixes import shared_length
 from engine.cache.tree import TokenTree
 from engine.contract import Report, Search, SearchResult
 from engine.contract.checks import attributed, check_search
-from engine.contract.distinct import TEXT, check_distinct
+from engine.contract.distinct import check_distinct
 from engine.contract.scoring import Scoring
 from engine.contract.trace import Trace
 from engine.drafts import Drafter
@@ -32,7 +32,7 @@ from engine.step.drafting import EngineDrafts
 from engine.step.jobs import Job
 from engine.text.stopping import StopStrings, check_stop, text_after
 from engine.text.tokenizer import Tokenizer
-from engine.words import TEXT_SUM
+from engine.words import TEXT, TEXT_SUM
 from models.draft_heads import DraftHead
 
 

@@ -14,10 +14,10 @@ from typing import Any
 from engine.app import trace_page, transcript
 from engine.app.dialog import QUOTES, Dialog, candidate, plural
 from engine.conversation import figures, mib
-from engine.engine import Request
 from engine.errors import UsageError, check_utf8, reason_of, shortened
 from engine.load.capabilities import dtype_name
 from engine.load.sizes import memory_of_process
+from engine.request import Request
 from models.checkpoint.files import open_regular
 from search.base import REGISTRY
 

@@ -30,8 +30,9 @@ from engine.app.trace_page import saving
 from engine.contract import Output, Report, Search, SearchResult
 from engine.contract.trace import Traces
 from engine.conversation import Conversation, Dropped, Turn, figures
-from engine.engine import Done, Engine, Event, Prefill, Progress, Text
+from engine.engine import Engine
 from engine.errors import CoppiceError, UsageError
+from engine.request import Done, Event, Prefill, Progress, Text
 from engine.text.stopping import CONTEXT
 from engine.text.thinking import Thoughts
 from engine.text.tokenizer import Tokenizer

@@ -18,14 +18,15 @@ from engine.contract.embedding import TextVector
 from engine.contract.scoring import Scoring
 from engine.contract.trace import Traces
 from engine.embeddings import embedding_of, embedding_request
-from engine.engine import Engine, Request
+from engine.engine import Engine
 from engine.errors import CoppiceError, UsageError, shortened
 from engine.load.distributed import shared
 from engine.load.generation import Generation
 from engine.load.loading import LoadedModel
-from engine.request import score_request
+from engine.request import Request, score_request
 from engine.rules import ONE_OF, PLAIN_RULES, RULES, response_format, with_changes
-from engine.text.prompting import TemplateOptions, chat_prompt
+from engine.text.prompting import chat_prompt
+from engine.text.template import TemplateOptions
 from engine.text.thinking import Thoughts
 from search.base import REGISTRY, chosen, make_search, parameters, paths
 

@@ -13,7 +13,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from engine.rules.constraint import MASK_WORD, Allowed, Constraint, ConstraintError, State, attributed, brief
+from engine.contract.checks import brief
+from engine.rules.constraint import MASK_WORD, Allowed, Constraint, ConstraintError, State, attributed
 
 MOST_ROWS = 64  # rows masked at a time: a mask's limits take as much memory as its row
 Entry = tuple[int, int, float]  # row, token, number

@@ -8,8 +8,8 @@ from typing import Any
 from engine.app.records import make_request
 from engine.contract.scoring import Scoring
 from engine.contract.trace import Trace
-from engine.engine import Request
 from engine.errors import UsageError, check_integer, shortened
+from engine.request import Checked, Request
 from engine.rules import ONE_OF, response_format
 from engine.rules.catalogue import Catalogue
 from engine.serve.calls import ToolUse, template_messages, tool_use
@@ -27,8 +27,8 @@ from engine.serve.names import (
     without_unknown,
 )
 from engine.serve.served import Served
-from engine.service import Checked
-from engine.text.prompting import TemplateOptions, infill
+from engine.text.prompting import infill
+from engine.text.template import TemplateOptions
 from engine.text.thinking import Thoughts
 from search.base import chosen
 from search.options import Sampling

@@ -6,9 +6,9 @@ from typing import Any
 
 from engine.contract import Search
 from engine.contract.checks import attributed, slots_of
-from engine.engine import Request
 from engine.errors import ContextError, UsageError, check_integer, shortened
 from engine.load.loading import LoadedModel
+from engine.request import Request
 from engine.serve.names import NO_EFFECT
 from engine.serve.served import Served
 

@@ -13,7 +13,7 @@ from engine.errors import UsageError
 from engine.load.options import NO_ADAPTER
 from engine.rules.catalogue import Catalogue
 from engine.serve.stepper import Lane
-from engine.text.prompting import TemplateOptions
+from engine.text.template import TemplateOptions
 
 SPELLINGS = 1 << 16  # spellings that are kept
 

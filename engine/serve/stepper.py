@@ -11,8 +11,9 @@ from collections.abc import Iterator
 
 from engine.contract import SearchResult
 from engine.errors import CoppiceError
+from engine.request import Checked
 from engine.serve.metrics import Metrics
-from engine.service import Checked, Entry, News, Outcome, Service
+from engine.service import Entry, News, Outcome, Service
 from engine.tasks.step_thread import StepThread
 
 SWITCH_SECONDS = 1e-3  # after which Python switches from a checking thread to the stepping thread

@@ -18,11 +18,11 @@ from engine.contract import SearchResult
 from engine.embeddings import embedding_of, embedding_request
 from engine.errors import UsageError, check_integer, shortened
 from engine.ranking import check_text, head_of, pairs, ranked, scores_of
+from engine.request import Checked
 from engine.serve.answers import encoded
 from engine.serve.limits import Limits, check_length, check_limits
 from engine.serve.names import NO_EFFECT, flag, without_unknown
 from engine.serve.served import Served
-from engine.service import Checked
 
 EMBEDDING_FIELDS = ("input", "encoding_format", "dimensions", "pooling", "normalize")
 RERANK_FIELDS = ("query", "documents", "top_n", "return_documents", "template")

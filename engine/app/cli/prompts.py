@@ -11,7 +11,7 @@ from engine.errors import UsageError
 from engine.words import THINK
 
 if TYPE_CHECKING:
-    from engine.text.prompting import TemplateOptions
+    from engine.text.template import TemplateOptions
 
 
 def add_template_flags(parser: Parser) -> None:
@@ -31,7 +31,7 @@ def add_prompt_flags(parser: Parser) -> None:
 
 def template_options(args: argparse.Namespace) -> TemplateOptions:
     """The options of the chat template that the flags give. Raises UsageError."""
-    from engine.text.prompting import TemplateOptions  # here, because flags alone do not need it
+    from engine.text.template import TemplateOptions  # here, because flags alone do not need it
 
     tools = None if args.tools is None else read_tools(args.tools)
     return TemplateOptions(tools, dict(args.template_var), args.think)

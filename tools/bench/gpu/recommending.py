@@ -18,7 +18,7 @@ from typing import Any
 import torch
 
 from engine import Engine
-from engine.engine import Request
+from engine.request import Request
 from engine.rules.catalogue import Catalogue
 from models.families.qwen3 import Qwen3
 from search import Trie

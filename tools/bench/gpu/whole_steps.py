@@ -17,7 +17,7 @@ import torch
 from torch.profiler import ProfilerActivity, profile
 
 from engine import Engine
-from engine.engine import Request
+from engine.request import Request
 from kernels.same_bits import asking
 from models.families.llama import Llama
 from models.families.qwen3 import Qwen3

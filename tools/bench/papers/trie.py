@@ -9,7 +9,7 @@ from statistics import fmean
 from typing import Any
 
 from engine import Engine
-from engine.engine import Done, Prefill, Progress
+from engine.request import Done, Prefill, Progress
 from search import Trie
 from tools.bench import peers
 from tools.bench.checkpoints import CHAT, is_gguf
