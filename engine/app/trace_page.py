@@ -1,14 +1,15 @@
 """Traces as one HTML file without external parts, or as JSON for `python -m tools.tree`."""
 
 import base64
-import contextlib
 import hashlib
 import html
 import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import Any
 
+from engine.app.cli.exits import written_after
 from engine.contract.trace import Traces
 from engine.errors import UsageError, reason_of
 from engine.version import __version__
@@ -97,15 +98,8 @@ def write(path: str | Path, requests: Sequence[dict[str, Any]], left_out: int = 
         raise UsageError(f"cannot write the trace: {reason_of(error)}", where=str(path)) from None
 
 
-@contextlib.contextmanager
-def saving(traces: Traces | None, path: str | Path | None) -> Iterator[None]:
-    """Write the traces at the end of the block, also if it raises; without a path, do nothing."""
-    try:
-        yield
-    except BaseException:
-        if traces and path is not None:
-            with contextlib.suppress(UsageError):  # the error that ended the block is the one to report
-                write(path, traces.records(), traces.left_out)
-        raise
-    if traces and path is not None:
-        write(path, traces.records(), traces.left_out)
+def saving(traces: Traces | None, path: str | Path | None) -> AbstractContextManager[None]:
+    """Write the traces at the end of the block, see `written_after`; without a path, do nothing."""
+    if traces is None or path is None:
+        return nullcontext()
+    return written_after(lambda: write(path, traces.records(), traces.left_out))

@@ -130,7 +130,7 @@ def test_a_trace_of_another_request_does_not_disturb_the_others(engine):
     outcomes = dict(engine.serve(requests))
     assert isinstance(outcomes[1], UsageError) and outcomes[1].what.startswith("trace: it records another request")
     assert not isinstance(outcomes[0], UsageError) and outcomes[0].outputs == outcomes[2].outputs
-    with pytest.raises(UsageError, match="^trace: "):
+    with pytest.raises(UsageError, match=r"^trace: "):
         engine.generate(["Hello", "Hello"], Greedy(), max_new_tokens=1, trace=Trace())
     check_pool(engine.pool)
 

@@ -1,10 +1,10 @@
 """The engine that the loading flags ask for. Imports torch, unlike the flags themselves."""
 
 import argparse
-import contextlib
 import os
-from collections.abc import Iterator
+from contextlib import AbstractContextManager, nullcontext
 
+from engine.app.cli.exits import written_after
 from engine.app.cli.loading import load_options
 from engine.app.cli.requests import rules
 from engine.app.cli.searches import search_params
@@ -64,14 +64,11 @@ def _take_generation(args: argparse.Namespace, engine: Engine) -> None:
         engine.capabilities = engine.capabilities.noting(note)
 
 
-@contextlib.contextmanager
-def kept_texts(args: argparse.Namespace, engine: Engine) -> Iterator[None]:
-    """Write the texts of --draft-store at the end of the block, however it ends. Raises UsageError."""
-    try:
-        yield
-    finally:
-        if args.draft_store is not None:
-            _suffix_store(engine).save(args.draft_store)
+def kept_texts(args: argparse.Namespace, engine: Engine) -> AbstractContextManager[None]:
+    """Write the texts of --draft-store at the end of the block, see `written_after`; without the flag, do nothing."""
+    if args.draft_store is None:
+        return nullcontext()
+    return written_after(lambda: _suffix_store(engine).save(args.draft_store))
 
 
 def _suffix_store(engine: Engine) -> SuffixStore:

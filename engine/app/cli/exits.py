@@ -1,19 +1,40 @@
 """Starts and runs a command line: its errors become messages and exit codes."""
 
 import argparse
+import contextlib
 import sys
 import traceback
 import warnings
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from importlib import import_module
 
-from engine.errors import CoppiceError
+from engine.errors import CoppiceError, UsageError
 from engine.load.startup import import_torch, restore_interrupts
 from kernels.ending import CLOSED_PIPE, FULL, discard_stdout
 from models.folders import check_there
 from models.later import import_now
 
 INTERRUPTED = 130
+
+
+@contextlib.contextmanager
+def written_after(write: Callable[[], None]) -> Iterator[None]:
+    """Write a file at the end of the block, however that ends.
+
+    The error that ended the block is the one to report; if the file cannot be written either, that is a warning.
+
+    Raises:
+        UsageError: the file cannot be written.
+    """
+    try:
+        yield
+    except BaseException:
+        try:
+            write()
+        except UsageError as error:
+            warnings.warn(str(error), stacklevel=2)
+        raise
+    write()
 
 
 def start(args: argparse.Namespace, module: str, models: Iterable[str | None]) -> int:

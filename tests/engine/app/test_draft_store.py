@@ -2,6 +2,7 @@
 
 import io
 import json
+import warnings
 from pathlib import Path
 
 import pytest
@@ -48,6 +49,23 @@ def test_an_interrupted_run_keeps_its_texts(tmp_path: Path, monkeypatch: pytest.
     monkeypatch.setattr("engine.app.batch.Meter.count", interrupted)
     assert run("--drafts", "suffix", "--draft-store", str(tmp_path / "texts"))[0] == 130
     assert len(texts(tmp_path / "texts")) > 0
+
+
+def test_a_store_that_cannot_be_written_hides_no_interrupt(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+):
+    def interrupted(*_: object) -> None:
+        (tmp_path / "folder").rename(tmp_path / "elsewhere")
+        raise KeyboardInterrupt
+
+    (tmp_path / "folder").mkdir()
+    monkeypatch.setattr("engine.app.batch.Meter.count", interrupted)
+    flags = ["--threads", "1", "--drafts", "suffix", "--draft-store", str(tmp_path / "folder" / "texts")]
+    with warnings.catch_warnings():
+        warnings.simplefilter("default")
+        assert batch.main(flags, io.BytesIO(json.dumps(LINES[0]).encode()), io.BytesIO()) == 130
+    told = capsys.readouterr().err
+    assert "warning: the suffix store cannot be written" in told and told.endswith("interrupted\n")
 
 
 def test_chat(tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch):
