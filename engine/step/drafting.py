@@ -9,7 +9,7 @@ import time
 import warnings
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -77,6 +77,27 @@ class EngineDrafts:
             warnings.warn(text[:500], RuntimeWarning, stacklevel=2)
 
 
+@dataclass
+class DraftedPass:
+    """A pass of one request, whose drafts are accounted for when the request needs another pass.
+
+    Attributes:
+        rows: its tokens without drafts; 0: there was no pass yet.
+        known: further tokens that it would have had if they had not been drafted before.
+        wanted: whether it was to have drafts.
+        nodes: its drafted nodes.
+        host: seconds of this thread for these drafts.
+        saved: passes that were not needed since, because the rows were known.
+    """
+
+    rows: int = 0
+    known: int = 0
+    wanted: bool = False
+    nodes: int = 0
+    host: float = 0.0
+    saved: float = 0.0
+
+
 class JobDrafts:
     """The drafts of one request.
 
@@ -110,8 +131,8 @@ class JobDrafts:
         self.nodes = self.accepted = self.saved = 0
         self._learnt = 0  # tokens of the trunk that the drafter was told
         self._guesses: dict[int, tuple[Guesses, int]] = {}  # requested node -> guesses, its place among them
-        self._host, self._rows, self._latest, self._since, self._planned = 0.0, 0, 0, 0.0, False  # of the latest pass
-        self._known, self._live, self._apart = 0, list[int](), False
+        self._latest = DraftedPass()
+        self._live, self._apart = list[int](), False  # nodes that may have drafts; whether they do not wait for others
 
     def begin(self, tree: TokenTree) -> None:
         """Draft below the nodes of a tree that holds the prompt."""
@@ -197,7 +218,7 @@ class JobDrafts:
                     after=None if states is None else states.after,
                 )
                 self._live = live
-        self._host = time.thread_time() - began
+        self._latest.host = time.thread_time() - began
         return asked
 
     def guess(self, wanted: Wanted) -> None:
@@ -206,7 +227,7 @@ class JobDrafts:
         with self._guarded():
             places, draft = zip(wanted.ahead, wanted.depth, strict=True), wanted.request.draft
             wanted.drafts = [draft(ahead, wanted.nodes, depth) if depth else Draft() for ahead, depth in places]
-        self._host += time.thread_time() - began
+        self._latest.host += time.thread_time() - began
 
     def extend(self, chunk: Chunk, wanted: Wanted, room: int) -> Chunk:
         """A chunk with drafted nodes below the live nodes. They have slots.
@@ -218,21 +239,21 @@ class JobDrafts:
         began, planted = time.thread_time(), list[DraftedNode]()
         with self._guarded():
             planted = self._planted(chunk, wanted, self._room(chunk.tree, room))
-            self._planned = True
-        self._latest, self.nodes = len(planted), self.nodes + len(planted)
-        self._host += time.thread_time() - began + wanted.seconds
+            self._latest.wanted = True
+        self.nodes += len(planted)
+        self._latest.nodes = len(planted)
+        self._latest.host += time.thread_time() - began + wanted.seconds
         table = chunk.tree.slots.table[0]
         return replace(chunk, drafts=planted, slots=[*chunk.slots, *(table[draft.slot] for draft in planted)])
 
     def _settle(self, rows: int, known: int) -> None:
         """Account for the latest pass of the request, now that it needs another one."""
-        if self._planned:
-            self.size.note_together(self._since)
-            self.size.settle(self._host, self._latest, 1 + self._since, self._rows, self._known)
-        elif self._rows:
+        latest, self._latest = self._latest, DraftedPass(rows, known)
+        if latest.wanted:
+            self.size.note_together(latest.saved)
+            self.size.settle(latest.host, latest.nodes, 1 + latest.saved, latest.rows, latest.known)
+        elif latest.rows:
             self.size.plain(0.0)
-        self._host, self._rows, self._latest, self._since, self._planned = 0.0, rows, 0, 0.0, False
-        self._known = known
 
     def _learn(self) -> None:
         assert self.tree is not None and self.request is not None
@@ -385,7 +406,7 @@ class JobDrafts:
     def answered(self, nodes: int) -> None:
         """Count an answer for `nodes` nodes that needed no pass, because all of its rows were known."""
         self.saved += 1
-        self._since += min(1.0, nodes / len(self._live)) if self._apart and self._live else 1
+        self._latest.saved += min(1.0, nodes / len(self._live)) if self._apart and self._live else 1
 
 
 class Guesses:
