@@ -6,7 +6,7 @@ import argparse
 from typing import TYPE_CHECKING, Any
 
 from engine.app.cli.parser import Parser
-from engine.app.cli.values import parse_object, plain_text, read_text
+from engine.app.cli.values import parse_json, plain_text, read_text
 from engine.errors import UsageError
 from engine.words import THINK
 
@@ -41,7 +41,7 @@ def read_tools(path: str) -> list[dict[str, Any]]:
     """The tools (functions) that a file describes. Raises UsageError."""
     text = read_text(path, "the tools")
     try:
-        tools = parse_object(f'{{"tools": {text}}}'.encode()).get("tools")
+        tools = parse_json(text.encode())
         if not isinstance(tools, list) or not all(isinstance(tool, dict) for tool in tools):
             raise ValueError("expected a JSON list of objects, a function's schema each")
     except ValueError as error:
@@ -55,6 +55,6 @@ def template_variable(text: str) -> tuple[str, Any]:
     if not equals or not name.isidentifier():
         raise argparse.ArgumentTypeError(f"expected NAME=JSON, got {text!r}")
     try:
-        return name, parse_object(b'{"value": ' + value.encode() + b"}")["value"]
-    except (ValueError, KeyError):
+        return name, parse_json(value.encode())
+    except ValueError:
         return name, plain_text(value)

@@ -14,10 +14,10 @@ MAX_TEXT = 16 << 20  # bytes of a file of text
 T = TypeVar("T")
 
 
-def parse_object(data: bytes, **hooks: Any) -> dict[str, Any]:
-    """A JSON object from bytes; `hooks` are options of `json.loads`. Raises ValueError with the fault."""
+def parse_json(data: bytes, **hooks: Any) -> Any:
+    """A JSON value from bytes; `hooks` are options of `json.loads`. Raises ValueError with the fault."""
     try:
-        value = json.loads(data.decode(), **hooks)
+        return json.loads(data.decode(), **hooks)
     except UnicodeDecodeError as error:
         raise ValueError(f"not valid UTF-8: byte 0x{data[error.start]:02X} at {error.start}") from None
     except RecursionError:
@@ -26,6 +26,11 @@ def parse_object(data: bytes, **hooks: Any) -> dict[str, Any]:
         raise ValueError(f"malformed JSON: {error}") from None
     except ValueError:  # Python limits the digits of an integer
         raise ValueError("a number is out of range") from None
+
+
+def parse_object(data: bytes, **hooks: Any) -> dict[str, Any]:
+    """A JSON object from bytes, see `parse_json`. Raises ValueError with the fault."""
+    value = parse_json(data, **hooks)
     if not isinstance(value, dict):
         raise ValueError(f"expected a JSON object, got {shortened(json.dumps(value))}")
     return value

@@ -8,6 +8,7 @@ import pytest
 
 from engine import Done, Engine, Text, UsageError
 from engine.app import batch, transcript
+from engine.app.cli.prompts import template_variable
 from engine.app.dialog import Voice
 from engine.app.terminal import Screen
 from engine.contract import Evaluate, Output, Report, Search, SearchGenerator, SearchResult, Task
@@ -226,10 +227,17 @@ def test_flags_of_the_chat(command, folder, tmp_path):
     ]:
         code, out, err = command(*short, *flags)
         assert code == 2 and message in err and not out
-    for text in ('{"a": 1}', "[1]", "[", "\xff"):
+    for text in ('{"a": 1}', "[1]", "[", '[], "more": 1', "\xff"):
         tools.write_bytes(text.encode("latin1"))
         code, _, err = command(*short, "--tools", tools)
         assert code == 2 and "cannot read the tools: " in err
+
+
+@pytest.mark.parametrize(
+    ("text", "value"), [("3", 3), ('{"a": [1]}', {"a": [1]}), ('1, "b": 2', '1, "b": 2'), ("1}", "1}"), ("a b", "a b")]
+)
+def test_values_of_template_variables(text, value):
+    assert template_variable(f"x={text}") == ("x", value)
 
 
 def test_the_command_think(command, folder):
