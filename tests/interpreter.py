@@ -10,6 +10,8 @@ import numpy as np
 import triton.language as tl
 from triton.runtime import interpreter
 
+from tests.gpu_errors import FAST
+
 
 @functools.cache  # once per process
 def quicken() -> None:
@@ -140,16 +142,20 @@ def dot_in_order(self, a, b, d, *options):
     return interpreter.TensorHandle(products.sum(-2) + d.data, d.dtype.scalar)
 
 
-def err_as_gpus(monkeypatch):
+def err_as_gpus(monkeypatch, alike=None):
     """Have quotients, roots and exponentials of float32 err by as much as a GPU's fast ones may (PTX ISA: div.full, by
-    way of a reciprocal, sqrt.approx and ex2.approx), by noise that depends on the operand. The precise ones stay."""
+    way of a reciprocal, sqrt.approx and ex2.approx), by noise that depends on the operand. The precise ones stay.
+
+    Args:
+        alike: from -1 to 1: the same error for all operands instead of noise.
+    """
 
     def erring(function, error):
         def run(x):
             if x.dtype != np.float32:
                 return function(x)
             exact, bits = function(x.astype(np.float64)), np.ascontiguousarray(x).view(np.uint32).astype(np.uint64)
-            noise = (bits * np.uint64(0x9E3779B97F4A7C15) >> np.uint64(40)) / 2**23 - 1  # from -1 to 1
+            noise = (bits * np.uint64(0x9E3779B97F4A7C15) >> np.uint64(40)) / 2**23 - 1 if alike is None else alike
             known = exact == exact.astype(np.float32)  # powers of two have exact reciprocals, integers exact powers
             return np.where(known, exact, exact * (1 + error * noise)).astype(np.float32)
 
@@ -158,7 +164,7 @@ def err_as_gpus(monkeypatch):
     def named(name, run):
         monkeypatch.setattr(interpreter.InterpreterBuilder, f"create_{name}", run)
 
-    inverse, exp2 = erring(np.reciprocal, 2**-24), erring(np.exp2, 2**-22)  # that of div.full is then rounded
+    inverse, exp2 = erring(np.reciprocal, 2**-24), erring(np.exp2, FAST)  # that of div.full is then rounded
     named(
         "fdiv",
         lambda self, x, y: self.binary_op(x, y, lambda x, y: (x * inverse(y).astype(np.float64)).astype(x.dtype)),

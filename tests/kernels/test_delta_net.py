@@ -138,6 +138,9 @@ class Growing:
         return max(len(self.path(node)) for node in range(len(x_TF)))
 
 
+PASSES = (45, 40), (20, 9), (5, 1)  # tokens and chains
+
+
 def errors_of(growing, kind, impl, draws=1, device="cpu"):
     """The errors of the definition and of an implementation in float32, against the definition in float64."""
     errors = []
@@ -145,7 +148,7 @@ def errors_of(growing, kind, impl, draws=1, device="cpu"):
         squares = []
         for seed in range(2, 2 + draws):
             forest, exact = growing(kind, seed), growing(kind, seed, torch.float64)
-            for tokens, chains in ((45, 40), (20, 9), (5, 1)):
+            for tokens, chains in PASSES:
                 forest.run(name, tokens, chains, device if name == impl else "cpu")
                 _, paths = exact.grow(tokens, chains)
                 x_TF = forest.inputs[-1].double()

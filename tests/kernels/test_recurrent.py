@@ -4,13 +4,15 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from torch.nn import functional as F
 
 from kernels.layout import NULL_SLOT, NULL_STATE, TRASH_SLOT, ChannelKind, DeltaKind, ScanKind
+from tests.gpu_errors import FAST
 from tests.kernels.test_channel_scan import BARE as WITHOUT_NORMS
 from tests.kernels.test_channel_scan import ByChannels
-from tests.kernels.test_delta_net import Growing, errors_of, sequence
+from tests.kernels.test_delta_net import PASSES, Growing, errors_of, sequence
 from tests.kernels.test_scan import BARE, Scanned
-from tests.marks import DEVICES, INTERPRETED, needs_triton
+from tests.marks import DEVICES, INTERPRETED, needs_interpreter, needs_triton
 
 pytestmark = needs_triton
 LAYERS = [
@@ -53,11 +55,42 @@ def test_chains_of_several_levels(growing, device):
     forest.check(1e-4)
 
 
+def moved_by_fast_operations(growing, kind, monkeypatch):
+    """How far results move, as a root mean square, if all exponentials are off by as much as a GPU's may be, and the
+    quotients of sigmoids too. Decays multiply each other, so their errors add up."""
+
+    def outputs():
+        forest = growing(kind, 2, torch.float64)
+        for tokens, chains in PASSES:
+            forest.run("reference", tokens, chains)
+        return torch.cat(forest.outputs)
+
+    exact = outputs()
+    with monkeypatch.context() as patch:
+        for owner, name, off in ((torch.Tensor, "exp", 1), (torch.Tensor, "sigmoid", 2), (F, "silu", 2)):
+            run = getattr(owner, name)
+            patch.setattr(owner, name, lambda x, run=run, off=off: run(x) * (1 + off * FAST))
+        return (outputs() - exact).square().mean().sqrt().item()
+
+
 @DEVICES
 @pytest.mark.parametrize(("growing", "kind"), SOME)
-def test_the_error_is_at_most_twice_that_of_the_definition(growing, kind, device):
+def test_the_error_is_at_most_twice_that_of_the_definition(growing, kind, device, monkeypatch):
     errors = errors_of(growing, kind, "triton", device=device)
-    assert errors[1] <= 2 * errors[0], errors
+    fast = moved_by_fast_operations(growing, kind, monkeypatch) if device == "cuda" else 0.0
+    assert errors[1] <= 2 * errors[0] + fast, (errors, fast)
+
+
+@needs_interpreter
+@pytest.mark.parametrize(("growing", "kind"), [LAYERS[5], LAYERS[8]])
+def test_fast_operations_add_what_they_may(growing, kind, monkeypatch):
+    """If all are off by most in one direction, the error is more than twice the definition's, and within the bound."""
+    from tests.interpreter import err_as_gpus
+
+    fast = moved_by_fast_operations(growing, kind, monkeypatch)
+    err_as_gpus(monkeypatch, alike=1.0)
+    errors = errors_of(growing, kind, "triton")
+    assert 2 * errors[0] < errors[1] <= 2 * errors[0] + fast, (errors, fast)
 
 
 @DEVICES

@@ -23,8 +23,9 @@ from kernels.layout import unpack_bits
 from kernels.tree_attention import reference, tree_attention
 from kernels.tree_attention import torch as plain
 from kernels.whole_graph import traceable
+from tests import gpu_errors
 from tests.kernels.forests import FORESTS, cast, forest, hash_of
-from tests.marks import TRITON, interpreted, needs_cpp, needs_triton, on_gpu
+from tests.marks import TRITON, interpreted, needs_cpp, needs_interpreter, needs_triton, on_gpu
 
 DTYPES = [torch.float64, torch.float32, torch.bfloat16, torch.float16]
 KERNEL_DTYPES = DTYPES[1:]  # what the C++ and the Triton kernels take
@@ -170,8 +171,9 @@ def test_kernels_over_prefix_lengths(prefix, queries, impl, device, kept):
     assert ours.max() <= 2 * plain.max() and ours.pow(2).mean() <= 4 * plain.pow(2).mean()
 
 
-def check_error(f, dtype, kept, impl, device, *options):
-    """The error against float64 is at most twice that of plain PyTorch; options: scale, window and cap.
+def check_error(f, dtype, kept, impl, device, *options, fast=0.0):
+    """The error against float64 is at most twice that of plain PyTorch; options: scale, window and cap. Weights may be
+    off by `fast` besides, relative to them: an output, their mean of values, by twice that of the largest value.
 
     Our PyTorch multiplies the rows of a tree together, which MKL sums in another order than single rows: on Intel's
     AVX-512 with up to four times the error in float32. Its yardstick has many rows as well.
@@ -183,7 +185,7 @@ def check_error(f, dtype, kept, impl, device, *options):
     plain = (naive(q, k, v, f.layout, *options, rows=rows).double() - exact).abs()
     ours = (run(impl, device, q, k, v, f.layout, *options).double() - exact).abs()
     tiny = torch.finfo(dtype).eps * (8 if dtype == torch.float64 else 0.01)  # float64 is its own yardstick
-    assert ours.max() <= 2 * plain.max() + tiny
+    assert ours.max() <= 2 * plain.max() + tiny + 2 * fast * wide[2].nan_to_num(0).abs().max()
     assert ours.pow(2).mean().sqrt() <= 2 * plain.pow(2).mean().sqrt() + tiny
 
 
@@ -236,9 +238,31 @@ def test_capped_scores_equal_the_definition_in_float64(name, kept):
 @pytest.mark.parametrize(("seed", "cap", "scale"), [(0, 50.0, 0.25), (1, 2.0, 0.25), (2, 5.0, 1.0)])
 def test_error_of_capped_scores_is_at_most_twice_that_of_plain_pytorch(seed, cap, scale, dtype, impl, device, kept):
     """Scores far below the cap, and beyond it."""
-    rng = random.Random(seed)
-    f = forest(seed, random_trees(rng), heads=4, head_dim=(16, 33, 64)[seed], padding=5 * (seed == 1))
-    check_error(f, dtype, kept, impl, device, scale, None, cap)
+    check_error(capped(seed), dtype, kept, impl, device, scale, None, cap, fast=of_caps(cap) * (device == "cuda"))
+
+
+def capped(seed):
+    return forest(
+        seed, random_trees(random.Random(seed)), heads=4, head_dim=(16, 33, 64)[seed], padding=5 * (seed == 1)
+    )
+
+
+def of_caps(cap):
+    """Return what fast operations of a GPU add to weights: an exponential and a quotient give what a hyperbolic tangent
+    lacks to 1, 0.24 at most; its product with the cap goes through another exponential."""
+    return (0.24 * 2 * cap + 1) * gpu_errors.FAST
+
+
+@needs_interpreter
+def test_fast_operations_add_to_capped_scores_what_they_may(monkeypatch):
+    """More than twice the error of plain PyTorch, in one output; the root mean square is within it."""
+    from tests.interpreter import err_as_gpus
+
+    err_as_gpus(monkeypatch)
+    given = capped(2), torch.float32, None, "triton", "cpu", 1.0, None, 5.0
+    check_error(*given, fast=of_caps(5.0))
+    with pytest.raises(AssertionError):
+        check_error(*given)
 
 
 @pytest.mark.parametrize(("impl", "device"), FAST)
