@@ -22,7 +22,7 @@ import triton.language as tl
 from torch import Tensor
 
 from kernels.delta_net.chains import with_chains
-from kernels.gpu import INTERPRETED, check_device, launch
+from kernels.gpu import INTERPRETED, check_device, inverse_root, launch
 from kernels.layout import NULL_STATE, TRASH_SLOT, DeltaKind, DeltaPaths
 from kernels.rows.triton import sigmoid
 
@@ -218,7 +218,7 @@ def _prepare_keys(
     x = silu(x)
     query = (head < G) if DELTA else (head >= G)
     if DELTA:
-        x /= tl.sqrt(tl.sum(x * x, 1) + 1e-6)[:, None]
+        x *= inverse_root(tl.sum(x * x, 1) + 1e-6)[:, None]
         x = tl.where(query, x * K**-0.5, x)
     place = tl.where(head < G, element, element - G * K)
     tl.store(queries_ptr + t * (G * K) + place, x, mask=real & query)

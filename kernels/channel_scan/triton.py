@@ -9,7 +9,7 @@ import triton.language as tl
 from torch import Tensor
 
 from kernels.channel_scan.weights import ChannelWeights
-from kernels.gpu import INTERPRETED, cast, check_device, launch
+from kernels.gpu import INTERPRETED, cast, check_device, inverse_root, launch
 from kernels.layout import DeltaPaths
 from kernels.recurrent import Recurrence, check_dtype, convolved, silu, softplus
 
@@ -93,7 +93,7 @@ def _convolve(
 @triton.jit
 def _normed(x, norm_ptr, k, eps, K: tl.constexpr, NORMED: tl.constexpr):
     if NORMED:
-        x *= tl.load(norm_ptr + k, mask=k < K, other=0.0) / tl.sqrt(tl.sum(x * x, 0) / K + eps)
+        x *= tl.load(norm_ptr + k, mask=k < K, other=0.0) * inverse_root(tl.sum(x * x, 0) / K + eps)
     return x
 
 

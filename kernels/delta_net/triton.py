@@ -9,7 +9,7 @@ import triton.language as tl
 from torch import Tensor
 
 from kernels.delta_net.weights import DeltaWeights
-from kernels.gpu import cast, launch
+from kernels.gpu import cast, inverse_root, launch
 from kernels.layout import DeltaPaths
 from kernels.recurrent import Recurrence, convolved, heads_at_once, silu, softplus
 from kernels.rows.triton import sigmoid
@@ -96,7 +96,7 @@ def _finish(
     real, element = (head < H) & (v < V), head * V + v
     read = tl.load(reads_ptr + t * (H * V) + element, mask=real, other=0.0)
     gate = tl.load(x_ptr + t * stride_xt + C + element, mask=real, other=0.0).to(tl.float32)
-    inverse_M = 1 / tl.sqrt(tl.sum(read * read, 1) / V + eps)
+    inverse_M = inverse_root(tl.sum(read * read, 1) / V + eps)
     gate = sigmoid(gate) if SIGMOID else silu(gate)
     out = read * inverse_M[:, None] * tl.load(norm_ptr + v, mask=v < V, other=0.0) * gate
     tl.store(out_ptr + t * (H * V) + element, cast(out, out_ptr.dtype.element_ty), mask=real)

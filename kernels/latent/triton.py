@@ -12,7 +12,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from kernels.gpu import after_the_last, cast, check_device, launch, raw
+from kernels.gpu import after_the_last, cast, check_device, inverse_root, launch, raw
 from kernels.kv_write.triton import store_rows
 from kernels.latent.packed import LatentHeads
 
@@ -64,9 +64,8 @@ def _turn(
         turned_D, plain_D = d_D < R, (d_D >= R) & (d_D < D)
         latent_ptr += t * D
         x_D = tl.load(latent_ptr + d_D - R, mask=plain_D, other=0.0).to(tl.float32)
-        x_D *= tl.load(norm_ptr + d_D - R, mask=plain_D, other=0.0).to(tl.float32) / tl.sqrt(
-            tl.sum(x_D * x_D, 0) / C + eps
-        )
+        x_D *= inverse_root(tl.sum(x_D * x_D, 0) / C + eps)
+        x_D *= tl.load(norm_ptr + d_D - R, mask=plain_D, other=0.0).to(tl.float32)
         at_1 = (latent_ptr + C)[None]
         key_1D = _rotated(at_1, cos_ptr + t * R, sin_ptr + t * R, d_D, turned_D[None, :], R, PAIRS, TURN)
         row_1D = cast(tl.where(turned_D[None, :], key_1D, x_D[None, :]), dtype)

@@ -8,7 +8,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from kernels.gpu import cast, launch
+from kernels.gpu import cast, inverse_root, launch
 from kernels.layout import DeltaPaths
 from kernels.recurrent import Recurrence, convolved, heads_at_once, silu, softplus
 from kernels.scan.weights import ScanWeights
@@ -83,6 +83,6 @@ def _finish(
     read = tl.load(reads_ptr + place, mask=real, other=0.0) + tl.load(skipped_ptr + place, mask=real, other=0.0)
     read *= silu(tl.load(x_ptr + t * stride_xt + element, mask=real, other=0.0).to(tl.float32) * gate)
     if NORMED:
-        inverse = 1 / tl.sqrt(tl.sum(read * read, 0) / E + eps)
+        inverse = inverse_root(tl.sum(read * read, 0) / E + eps)
         read = read * inverse * tl.load(norm_ptr + element, mask=real, other=0.0)
     tl.store(out_ptr + place, cast(read, out_ptr.dtype.element_ty), mask=real)

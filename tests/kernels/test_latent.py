@@ -12,7 +12,7 @@ from kernels.latent import LatentHeads, absorb, absorb_and_write, expand
 from kernels.layout import LatentSizes
 from kernels.linear import Packed, pack
 from kernels.stack import Matrix
-from tests.marks import DEVICES, needs_cpp
+from tests.marks import DEVICES, needs_cpp, needs_interpreter
 
 KINDS = [LatentSizes(4, 10, 8, 16, 12, 1e-6, True), LatentSizes(3, 5, 2, 33, 7, 1e-3, False)]
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
@@ -156,6 +156,21 @@ def test_absorb_and_write_on_a_gpu(sizes, dtype, kept, tables, device):
     exact, plain, found = run("reference", queries.double()), run("reference", None), run("triton", None)
     for x, y, z in zip(exact, plain, found, strict=True):
         assert (z - x).abs().max() <= 2 * (y - x).abs().max() + 1e-6
+
+
+@needs_interpreter
+@pytest.mark.parametrize("alike", [None, 1.0, -1.0])
+def test_a_gpus_fast_root_and_quotient_do_not_show(alike, monkeypatch):
+    """All elements of a latent have one factor, and would share its error: here one element, the definition's bits."""
+    from tests.interpreter import err_as_gpus
+
+    err_as_gpus(monkeypatch, alike)
+    sizes = LatentSizes(1, 1, 2, 1, 1, 1e-6, True)
+    heads, (queries, latent) = stacked(sizes, torch.float32, "cpu"), rows_of(sizes, 99)
+    caches = torch.zeros(2, 1, 101, sizes.width)
+    for cache, impl in zip(caches, ("reference", "triton"), strict=True):
+        absorb_and_write(cache, queries, latent, heads, (), torch.arange(2, 101), impl=impl)
+    assert caches[0].any() and caches[0].equal(caches[1])
 
 
 @needs_cpp

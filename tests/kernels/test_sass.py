@@ -54,6 +54,15 @@ def test_what_comes_before_the_wait():
     assert sass.before_the_wait(called) == []
 
 
+def test_roots_are_rounded_to_nearest():
+    """A GPU's fast root, and a quotient by it, would put one error on all elements of a row: `inverse_root`."""
+    kernels, calls = Path(__file__).parents[2] / "kernels", set()
+    for file in kernels.rglob("*.py"):
+        nodes = ast.walk(ast.parse(file.read_text(encoding="utf-8")))
+        calls |= {ast.unparse(node.func) for node in nodes if isinstance(node, ast.Call)}
+    assert "tl.sqrt_rn" in calls and not calls & {"tl.sqrt", "tl.rsqrt", "tl.math.sqrt", "tl.math.rsqrt"}
+
+
 def test_kernels_that_may_be_launched_early_begin_by_waiting():
     """Nothing stands before it in the source; `compile_kernels.py` reads what the compiler makes of that."""
     kernels, found = Path(__file__).parents[2] / "kernels", []
