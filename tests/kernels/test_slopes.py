@@ -3,9 +3,10 @@
 import pytest
 import torch
 
+from tests.gpu_errors import FAST
 from tests.kernels.forests import FORESTS, cast, forest, hash_of
 from tests.kernels.test_tree_attention import CACHES, FAST_DTYPES, LATER, check_error, check_shares, naive, quick, run
-from tests.marks import TRITON
+from tests.marks import TRITON, needs_interpreter
 
 SLOPES = torch.tensor([0.5, 0.03, 0.0, -0.01, 2.0, 0.125])
 KINDS = pytest.mark.parametrize("slopes", [SLOPES, SLOPES.bfloat16()], ids=["float32", "bfloat16"])
@@ -38,6 +39,20 @@ def test_error_is_at_most_twice_that_of_plain_pytorch(name, dtype, impl, device,
     f = forest(hash_of(name) + 1, trees, **shape)
     for window in (None, 100):
         check_error(f, dtype, kept, impl, device, 0.3, window, None, None, slopes[: f.q_THD.shape[1]].contiguous())
+
+
+@needs_interpreter
+def test_fast_exponentials_add_what_they_may(monkeypatch):
+    """If all are off by most in one direction, one output has more than twice the error of plain PyTorch."""
+    from tests.interpreter import err_as_gpus
+
+    err_as_gpus(monkeypatch, alike=1.0)
+    trees, shape = FORESTS["long trunks"]
+    f = forest(hash_of("long trunks") + 1, trees, **shape)
+    given = f, torch.float32, None, "triton", "cpu", 0.3, None, None, None, SLOPES[: f.q_THD.shape[1]].bfloat16()
+    check_error(*given, fast=FAST)
+    with pytest.raises(AssertionError):
+        check_error(*given)
 
 
 @pytest.mark.parametrize(("impl", "device", "dtype"), [p for p in FAST_DTYPES if p.values[2] == torch.float32])
