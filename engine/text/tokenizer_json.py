@@ -66,8 +66,9 @@ class LibraryEncoder:
         special = [content for content, token in self.raw.items() if token.special]
         self._prefix = ""
         normalizer = state_of(library.normalizer) or {}
-        if normalizer.get("normalizers") == SPACES and all(self.raw[content].normalized for content in special):
-            # Such tokens match text that has its prefix already, so no prefix follows them. Aliases match before that.
+        if normalizer.get("normalizers") == SPACES and any(self.raw[content].normalized for content in special):
+            # Such tokens match text that has its prefix already, so no prefix follows them. Aliases match before that:
+            # here a prefix would follow every one, so `_joined` writes it.
             library.normalizer, self._prefix = normalizers.Replace(" ", "▁"), "▁"  # type: ignore[assignment]
         self._special = any_of(special)
         self._add_aliases(library, size)
@@ -124,9 +125,7 @@ class LibraryEncoder:
 
     def encode(self, parts: Iterable[str | int], add_special: bool) -> list[int]:
         """Ids of plain text and, between, ids of `raw` tokens; see `Tokenizer.encode`."""
-        parts = [part for part in parts if part != ""]
-        text = self._prefix if parts and isinstance(parts[0], str) else ""
-        text += "".join(part if isinstance(part, str) else self._alias[part] for part in parts)
+        text = self._joined([part for part in parts if part != ""])
         encoding = self._encode(text)
         if not self._control_ids.isdisjoint(encoding.ids):
             # The model has the special token as a piece, as Unigram models do: split its spellings in two.
@@ -138,6 +137,22 @@ class LibraryEncoder:
             with library_errors("the tokenizer cannot encode this text", self._where):
                 encoding = self._library.post_process(encoding, add_special_tokens=True)
         return [i for i in (self._meaning.get(i, i) for i in encoding.ids) if i >= 0]
+
+    def _joined(self, parts: Sequence[str | int]) -> str:
+        """The parts as a text with aliases for tokens; with a prefix where the text or a part between tokens begins."""
+        text, before = "", None  # the token before a part; -1: a text, or a token found in text with its prefix
+        for part, after in zip(parts, [*parts[1:], None], strict=False):
+            if isinstance(part, int):
+                text, before = text + self._alias[part], -1 if self._tokens[part].normalized else part
+                continue
+            if self._prefix and before != -1:
+                if before is not None and self._tokens[before].rstrip:
+                    part = part.lstrip()
+                if isinstance(after, int) and self._tokens[after].lstrip:
+                    part = part.rstrip()
+                text += self._prefix if part else ""
+            text, before = text + part, -1
+        return text
 
     def parse(self, text: str, add_special: bool) -> list[int]:
         """Ids of a text in which the spelling of every added token is the token, as the library finds them."""

@@ -1,5 +1,6 @@
 import json
 import random
+import re
 import time
 from functools import cache
 from pathlib import Path
@@ -707,3 +708,21 @@ def test_no_prefix_follows_a_token_that_is_found_in_text_with_its_prefix():
     assert encoder.encode([256, "a"], False) == whole.encode("<s>a").ids == [256, 258]
     assert encoder.encode([256, " a"], False) == whole.encode("<s> a").ids == [256, 259]
     assert encoder.encode(["a", 256, "a"], False) == [259, 256, 258]
+
+
+@pytest.mark.parametrize("special", [True, False])
+@pytest.mark.parametrize("strips", [{}, {"rstrip": True}, {"lstrip": True}])
+def test_a_prefix_follows_tokens_that_are_found_before_normalization(special, strips):
+    """A fine-tuned Llama 1: its own tokens are `normalized`, the one that was added to it is not."""
+    vocab = BYTES | {"<s>": 256, "▁": 257, "a": 258, "▁a": 259, "▁▁": 260, "▁▁a": 261}
+    merges = [("▁", "a"), ("▁", "▁"), ("▁▁", "a")]
+    backend = tokenizers.Tokenizer(models.BPE(vocab, merges, byte_fallback=True, fuse_unk=True))
+    backend.normalizer = normalizers.Sequence([normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")])
+    backend.add_special_tokens([AddedToken("<s>", normalized=True)])
+    backend.add_tokens([AddedToken("<t>", normalized=False, special=special, **strips)])
+    whole = tokenizers.Tokenizer.from_str(backend.to_str())
+    encoder = LibraryEncoder(backend, {}, {})
+    for text in ("<t>a", "a<t> a <t><t>a", "<t>", " <t> ", "<t>  a", "<t>a a", "a"):
+        parts = [262 if part == "<t>" else part for part in re.split("(<t>)", text)]
+        assert encoder.encode(parts, False) == whole.encode(text).ids
+    assert encoder.encode([256, "a", 262, "a", 256, "a"], False) == [256, 258, 262, 259, 256, 258]
