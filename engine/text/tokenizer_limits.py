@@ -120,8 +120,8 @@ class EncodingGuard:
         self._tokens: list[list[Any]] = []
 
     def probe(self, contents: Iterable[str]) -> None:
-        """Try the spellings of added tokens, which are normalized when they are added, and texts for which bad patterns
-        often take long. Raises CheckpointError."""
+        """Try the spellings of tokens that are normalized when they are added, and texts for which bad patterns often
+        take long. Raises CheckpointError."""
         self._tokens = [[content, False, False, False, True, False] for content in contents]
         chars = {*" aA0.\n", *"".join(_strings(self._parts))}
         self._ask([char * PUMP + "\x01" for char in sorted(chars)[:256]])
@@ -199,8 +199,9 @@ def guard(spec: dict[str, Any], where: str = "") -> EncodingGuard | None:
         return None
     found = EncodingGuard(spec.get("normalizer"), spec.get("pre_tokenizer"), where)
     added = spec.get("added_tokens")
-    entries = [token.get("content") for token in added if isinstance(token, dict)] if isinstance(added, list) else []
-    found.probe(content for content in entries if isinstance(content, str))
+    entries = [token for token in added if isinstance(token, dict)] if isinstance(added, list) else []
+    contents = [token.get("content") for token in entries if token.get("normalized") is not False]
+    found.probe(content for content in contents if isinstance(content, str))
     return found
 
 

@@ -243,6 +243,15 @@ def test_an_unusual_tokenizer_gives_the_ids_of_the_library(tmp_path: Path):
     assert tokenizer.encode_rendered([("a<y>12", True)]) == library.encode("a<y>12").ids
 
 
+def test_tokens_that_are_not_normalized_are_tried_as_they_are(tmp_path: Path):
+    """Line ends, which T5's normalizer strips: beside a token of nothing, the library would search for ever."""
+    strip = {"type": "Strip", "strip_left": False, "strip_right": True}
+    normalizer = normalizers(replace("\x01", ""), strip, replace("(?= {2})", "", "Regex"))
+    added = [ADDED | {"id": 27 + i, "content": c, "normalized": i > 0} for i, c in enumerate(("\n\n", "ab"))]
+    tokenizer = Tokenizer.load(folder(tmp_path, normalizer=normalizer, added_tokens=added))
+    assert tokenizer.encode("ab\n\nc") == [28, 27, 2]
+
+
 def test_a_section_that_is_bad_by_itself(tmp_path: Path):
     """The library parts a text at added tokens before its patterns see it: so does the trial."""
     harmless = r"[\s\S]*MARK[\s\S]*|((ab)+)+$"
