@@ -64,12 +64,14 @@ class LibraryEncoder:
         self._normalizer = library.normalizer
         self._add_tokens(library, config, names)
         special = [content for content, token in self.raw.items() if token.special]
-        self._prefix = ""
+        self._bare = ""
         normalizer = state_of(library.normalizer) or {}
         if normalizer.get("normalizers") == SPACES and any(self.raw[content].normalized for content in special):
             # Such tokens match text that has its prefix already, so no prefix follows them. Aliases match before that:
-            # here a prefix would follow every one, so `_joined` writes it.
-            library.normalizer, self._prefix = normalizers.Replace(" ", "▁"), "▁"  # type: ignore[assignment]
+            # the library puts a prefix after each, and this mark removes it again.
+            self._bare = f"\ufdd0{secrets.token_hex(8)}-\ufdd1"
+            whole = [library.normalizer, normalizers.Replace("▁" + self._bare, "")]
+            library.normalizer = normalizers.Sequence(whole)  # type: ignore[assignment]
         self._special = any_of(special)
         self._add_aliases(library, size)
 
@@ -125,7 +127,7 @@ class LibraryEncoder:
 
     def encode(self, parts: Iterable[str | int], add_special: bool) -> list[int]:
         """Ids of plain text and, between, ids of `raw` tokens; see `Tokenizer.encode`."""
-        text = self._joined([part for part in parts if part != ""])
+        text = self._joined(parts)
         encoding = self._encode(text)
         if not self._control_ids.isdisjoint(encoding.ids):
             # The model has the special token as a piece, as Unigram models do: split its spellings in two.
@@ -138,20 +140,14 @@ class LibraryEncoder:
                 encoding = self._library.post_process(encoding, add_special_tokens=True)
         return [i for i in (self._meaning.get(i, i) for i in encoding.ids) if i >= 0]
 
-    def _joined(self, parts: Sequence[str | int]) -> str:
-        """The parts as a text with aliases for tokens; with a prefix where the text or a part between tokens begins."""
-        text, before = "", None  # the token before a part; -1: a text, or a token found in text with its prefix
-        for part, after in zip(parts, [*parts[1:], None], strict=False):
+    def _joined(self, parts: Iterable[str | int]) -> str:
+        """The parts as a text with aliases for tokens."""
+        text, bare = "", ""
+        for part in parts:
             if isinstance(part, int):
-                text, before = text + self._alias[part], -1 if self._tokens[part].normalized else part
-                continue
-            if self._prefix and before != -1:
-                if before is not None and self._tokens[before].rstrip:
-                    part = part.lstrip()
-                if isinstance(after, int) and self._tokens[after].lstrip:
-                    part = part.rstrip()
-                text += self._prefix if part else ""
-            text, before = text + part, -1
+                text, bare = text + self._alias[part], self._bare if self._tokens[part].normalized else ""
+            elif part:
+                text, bare = text + bare + part, ""
         return text
 
     def parse(self, text: str, add_special: bool) -> list[int]:

@@ -726,3 +726,17 @@ def test_a_prefix_follows_tokens_that_are_found_before_normalization(special, st
         parts = [262 if part == "<t>" else part for part in re.split("(<t>)", text)]
         assert encoder.encode(parts, False) == whole.encode(text).ids
     assert encoder.encode([256, "a", 262, "a", 256, "a"], False) == [256, 258, 262, 259, 256, 258]
+
+
+def test_an_ordinary_token_is_found_in_text_with_its_prefix():
+    """A Llama 1 to which `add_tokens` added one: the library finds it after a space, which belongs to it."""
+    vocab = BYTES | {"<s>": 256, "▁": 257, "a": 258, "▁a": 259}
+    backend = tokenizers.Tokenizer(models.BPE(vocab, [("▁", "a")], byte_fallback=True, fuse_unk=True))
+    backend.normalizer = normalizers.Sequence([normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")])
+    backend.add_special_tokens([AddedToken("<s>", normalized=True)])
+    backend.add_tokens(["<t>"])
+    whole = tokenizers.Tokenizer.from_str(backend.to_str())
+    encoder = LibraryEncoder(backend, {}, {})
+    for text in ("<t>", " <t>", "<t>a", "<t> a", "a <t> a", "a<t>a", "a <t><t>"):
+        assert encoder.encode([text], False) == whole.encode(text).ids
+    assert encoder.encode([256, "a <t>"], False) == [256, 258, 260]
