@@ -225,11 +225,12 @@ def _check_inputs(group: Fields, kind: str, fields: Fields) -> None:
     if inputs is None:
         return
     own = inputs.str("type", "int"), inputs.int("num_bits", 8)
-    if own[0] == kind == "float":
+    dynamic = inputs.config.get("dynamic") is True
+    if own[0] == kind == "float" or (own == ("float", 8) and dynamic):
         return
-    token = inputs.str("strategy", "") == "token" and inputs.config.get("dynamic") is True
+    token = inputs.str("strategy", "") == "token" and dynamic
     if kind == "float" or own != ("int", 8) or not token or not inputs.bool("symmetric", default=True):
-        what = "int of 8 bits, symmetric, for each token, dynamic, or for each tensor, static"
+        what = "dynamic float8, or int of 8 bits, symmetric, for each token, dynamic, or for each tensor, static"
         raise unsupported(fields, f"input_activations other than {what}")
 
 

@@ -483,7 +483,8 @@ def test_what_is_not_read_is_refused_by_name(named):
         {"num_bits": 8, "type": "int", "strategy": "tensor", "dynamic": True},
         {"num_bits": 8, "type": "int", "strategy": "token", "dynamic": True, "symmetric": False},
         {"num_bits": 4, "type": "int", "strategy": "token", "dynamic": True},
-        {"num_bits": 8, "type": "float", "strategy": "token", "dynamic": True},
+        {"num_bits": 8, "type": "float", "strategy": "tensor", "dynamic": False},
+        {"num_bits": 4, "type": "float", "strategy": "group", "group_size": 16, "dynamic": True},
     ],
 )
 def test_activations_that_are_not_read(inputs):
@@ -491,6 +492,17 @@ def test_activations_that_are_not_read(inputs):
     config["config_groups"]["g"]["input_activations"] = inputs
     with pytest.raises(CheckpointError, match="input_activations other than"):
         config_of(quant_method="compressed-tensors", format="int-quantized", **config)
+
+
+@pytest.mark.parametrize("layout", ["int-quantized", "pack-quantized"])
+@pytest.mark.parametrize("sharing", [{"strategy": "token"}, {"strategy": "group", "group_size": 128}])
+def test_dynamic_float8_activations_of_integers(layout, sharing):
+    """The package's preset W4AFP8 has integers as weights."""
+    config = pack()
+    plain = config_of(quant_method="compressed-tensors", format=layout, **config)
+    config["config_groups"]["g"]["input_activations"] = {"num_bits": 8, "type": "float", "dynamic": True} | sharing
+    found = config_of(quant_method="compressed-tensors", format=layout, **config)
+    assert found.scheme(Q_PROJ, LINEAR) == plain.scheme(Q_PROJ, LINEAR)
 
 
 @pytest.mark.parametrize(
