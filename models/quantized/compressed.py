@@ -21,11 +21,12 @@ from models.quantized import parts as p
 from models.quantized.float8 import MX, Float8
 from models.quantized.parts import Form, Grid, Part, Quantization, Scheme, Source, unsupported
 
+WHOLE = [("int", bits) for bits in range(1, 9)]
 FORMATS = {  # formats -> types and bits of their weights
-    "pack-quantized": [("int", bits) for bits in range(1, 9)],
-    "int-quantized": [("int", 4), ("int", 8)],
+    "pack-quantized": WHOLE,
+    "int-quantized": WHOLE,
     "float-quantized": [("float", 8)],
-    "naive-quantized": [("int", 4), ("int", 8), ("float", 8)],
+    "naive-quantized": [*WHOLE, ("float", 8)],
     "nvfp4-pack-quantized": [("float", 4)],
     "mxfp4-pack-quantized": [("float", 4)],
     "mxfp8-quantized": [("float", 8)],

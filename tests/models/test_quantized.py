@@ -494,6 +494,18 @@ def test_activations_that_are_not_read(inputs):
         config_of(quant_method="compressed-tensors", format="int-quantized", **config)
 
 
+@pytest.mark.parametrize("bits", range(1, 9))
+@pytest.mark.parametrize("layout", ["int-quantized", "naive-quantized"])
+def test_integers_of_few_bits_in_bytes(layout, bits):
+    """The package stores weights of all its presets with rounded activations, W2A8 to W8A8, like this."""
+    config = config_of(quant_method="compressed-tensors", format=layout, **pack(num_bits=bits))
+    q = torch.arange(64).view(2, 32) % 2**bits - 2 ** (bits - 1)
+    scale = torch.tensor([[0.5, 2], [0.25, 3]])
+    parts = {"weight": q.to(torch.int8), "weight_scale": scale}
+    found = config.scheme(Q_PROJ, LINEAR).weight(2, 32, Source(parts.get, AssertionError))
+    assert torch.equal(found.floats(), q * scale.repeat_interleave(16, 1))
+
+
 @pytest.mark.parametrize("layout", ["int-quantized", "pack-quantized"])
 @pytest.mark.parametrize("sharing", [{"strategy": "token"}, {"strategy": "group", "group_size": 128}])
 def test_dynamic_float8_activations_of_integers(layout, sharing):
