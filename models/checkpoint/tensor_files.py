@@ -22,7 +22,8 @@ from models.formats.packed import KEY
 FLOATS = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 INTEGERS = {"I64": torch.int64, "I32": torch.int32, "I16": torch.int16, "I8": torch.int8}
 OTHERS = {"U32": torch.uint32, "U8": torch.uint8, "BOOL": torch.bool}
-DTYPES = FLOATS | INTEGERS | OTHERS | {"F8_E4M3": torch.float8_e4m3fn, "F8_E5M2": torch.float8_e5m2}
+BYTES = {"F8_E4M3": torch.float8_e4m3fn, "F8_E5M2": torch.float8_e5m2, "F8_E8M0": torch.float8_e8m0fnu}
+DTYPES = FLOATS | INTEGERS | OTHERS | BYTES
 FETCH_AGAIN = "Download the file again."
 PACK_AGAIN = "Pack the checkpoint again: `python -m tools.pack`."
 LINE = 64  # bytes of a line of processors' caches

@@ -19,7 +19,7 @@ READ = "read: auto_round, auto_round:auto_gptq and auto_round:auto_awq, of int; 
 Rule = tuple[Callable[[str], object], Scheme | None]  # of `ModuleRules`
 FLOATS: dict[tuple[str, int, int], Scheme] = {  # by `data_type`, `bits` and `group_size`
     ("mx_fp", 4, mxfp4.GROUP): mxfp4.COMPRESSED,
-    ("mx_fp", 8, MX[1]): Float8(Grid(*MX), "weight_scale", powers=True),
+    ("mx_fp", 8, MX[1]): Float8(Grid(*MX), "weight_scale"),
     ("nv_fp", 4, nvfp4.GROUP): nvfp4.COMPRESSED,
     ("fp", 8, -1): Float8(Grid(1, None), "weight_scale"),
     ("fp", 8, 0): Float8(Grid(None, None), "weight_scale"),

@@ -34,7 +34,7 @@ FORMATS = {  # formats -> types and bits of their weights
 SMALL = {  # formats that have only one form
     "nvfp4-pack-quantized": nvfp4.COMPRESSED,
     "mxfp4-pack-quantized": mxfp4.COMPRESSED,
-    "mxfp8-quantized": Float8(Grid(*MX), "weight_scale", powers=True),
+    "mxfp8-quantized": Float8(Grid(*MX), "weight_scale"),
 }
 CLASSES = {p.LINEAR: ("Linear", "Module"), p.EMBEDDING: ("Embedding", "Module")}  # targets that mean torch's classes
 INPUT, OUTPUT = "input_scale", "output_scale"

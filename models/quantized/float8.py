@@ -3,7 +3,8 @@
 `quant_method: fp8` as transformers and DeepSeek write it: w = weight * weight_scale_inv, a factor in spite of its name.
 GPTQModel, which says so in `weight_scale_semantics`, stores the inverse under this name: w = weight / weight_scale_inv.
 AutoFP8 has one `weight_scale` per matrix and no field for blocks; FBGEMM has one per output. MXFP8 (Open
-Compute Project, 2023) has an 8-bit exponent per 32 elements. Activations are not rounded to float8.
+Compute Project, 2023) has an 8-bit exponent per 32 elements. Any scale may be such an exponent (`scale_fmt` ue8m0):
+its dtype tells. Activations are not rounded to float8.
 """
 
 from dataclasses import dataclass
@@ -13,19 +14,17 @@ from torch import Tensor
 
 from models.checkpoint.fields import Fields
 from models.formats.grouped import GroupedWeight
-from models.quantized.parts import FLOATS, Form, Grid, Part, Scheme, Source, Uniform, names, unsupported
+from models.quantized.parts import EXPONENTS, FLOATS, Form, Grid, Part, Scheme, Source, Uniform, names, unsupported
 
 MX = (1, 32)  # outputs and inputs that share an exponent
 
 
 @dataclass(frozen=True)
 class Float8(Scheme):
-    """`codes` and scales of blocks, whose tensor ends in `scale`. `powers`: scales are exponents of 2; `inverse`:
-    codes are divided by them."""
+    """`codes` and scales of blocks, whose tensor ends in `scale`. `inverse`: codes are divided by them."""
 
     grid: Grid
     scale: str
-    powers: bool = False
     inverse: bool = False
     codes: str = "weight"
 
@@ -37,13 +36,14 @@ class Float8(Scheme):
         unused = Part(((1,), ()), FLOATS, optional=True)
         return {
             self.codes: Part(((outs, width),), (torch.float8_e4m3fn,)),
-            self.scale: Part(self.grid.shapes(outs, width), (torch.uint8,) if self.powers else FLOATS),
+            self.scale: Part(self.grid.shapes(outs, width), (*FLOATS, *EXPONENTS)),
             **dict.fromkeys(("input_scale", "input_scale_ub", "activation_scale"), unused),
         }
 
     def weight(self, outs: int, width: int, source: Source) -> GroupedWeight:
         codes_OI = source.tensor(self.codes).view(torch.uint8)
-        scale = source.powers(self.scale) if self.powers else source.scale(self.scale)
+        powers = source.tensor(self.scale).dtype in EXPONENTS
+        scale = source.powers(self.scale) if powers else source.scale(self.scale)
         if self.inverse:
             scale = scale.reciprocal()
             if not scale.isfinite().all():
@@ -92,7 +92,7 @@ def parse_mxfp8(fields: Fields) -> Uniform:
     """Read a config of method mxfp8. Raises CheckpointError if blocks are not those of the format."""
     if (grid := Grid.block(fields, "weight_block_size", MX)) != MX:
         raise unsupported(fields, f"mxfp8 with blocks of {[*grid]} (read: {[*MX]})")
-    return Uniform(Float8(Grid(*MX), "weight_scale_inv", powers=True))
+    return Uniform(Float8(Grid(*MX), "weight_scale_inv"))
 
 
 def whole() -> Uniform:

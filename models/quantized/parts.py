@@ -22,6 +22,7 @@ LINEAR, TRANSPOSED = "Linear", "Conv1D"  # transformers' classes; weights of the
 EMBEDDING = "Embedding"  # the token embedding, which some methods quantise
 FLOATS = (torch.float32, torch.float16, torch.bfloat16, torch.float64)
 INTEGERS = (torch.int32, torch.int64)
+EXPONENTS = (torch.uint8, torch.float8_e8m0fnu)  # of 2, 8 bits
 NO_NUMBER, NOT_A_NUMBER = 255, 127  # the 8-bit exponent that means NaN; NaN in e4m3, without the sign
 CACHE_SCALES = re.compile(  # keys and values are not rounded by them
     r".*\.self_attn\.(?:(?:[qkv]_proj\.|qkv_proj\.)?(?:[qkv]|kv)_scale|(?:[kv]|qkv)_proj\.output_scale)"
@@ -74,7 +75,7 @@ class Source(NamedTuple):
 
     def powers(self, suffix: str) -> Tensor:
         """Return 2^(exponent - 127), float32, for exponents of 8 bits. Raises CheckpointError for that of NaN."""
-        exponents = self.tensor(suffix)
+        exponents = self.tensor(suffix).view(torch.uint8)
         if exponents.eq(NO_NUMBER).any():
             raise self.error(f"{suffix} has values that are no numbers")
         return power(exponents) * 2

@@ -294,7 +294,8 @@ FAULTS = {  # variant, tensors, message
     "no order": ("pack4_g_idx", {"weight_g_idx": None}, r"missing .*q_proj\.weight_g_idx"),
     "groups": ("pack4_group", {"weight_scale": lambda t: t[:, :-1]}, r"weight_scale .*expected \[64, 4\] of floats"),
     "groups, awq": ("awq", {"scales": lambda t: t[:1]}, r"scales .*expected \[2, 64\] of floats, got \[1, 64\]"),
-    "blocks": ("fp8_block", {"weight_scale_inv": lambda t: t[:, :1]}, r"expected \[2, 2\] of floats, got \[2, 1\]"),
+    "blocks": ("fp8_block", {"weight_scale_inv": lambda t: t[:, :1]},
+               r"expected \[2, 2\] of floats or uint8 or float8_e8m0fnu, got \[2, 1\]"),
     "words": ("gptq_v1", {"qweight": lambda t: t[:-1]}, r"qweight .*expected \[8, 64\] of int32, got \[7, 64\]"),
     "transposed": ("awq", {"qweight": lambda t: t.T}, r"qweight .*expected \[64, 8\] of int32, got \[8, 64\]"),
     "dtype": ("gptq_v1", {"qweight": lambda t: t.long()}, "qweight .*of int32, got .* of int64"),
@@ -682,6 +683,19 @@ def test_floats_of_auto_round_are_those_of_other_methods(fields, other):
     assert ours.scheme(Q_PROJ, LINEAR) == config_of(**other).scheme(Q_PROJ, LINEAR)
     with pytest.raises(CheckpointError, match=r"read: auto_round.* fp, mx_fp and nv_fp of 8 and 4 bits"):
         config_of(quant_method="auto-round", **fields | {"fmt": "e5m2"})
+
+
+@pytest.mark.parametrize("dtype", [torch.uint8, torch.float8_e8m0fnu])
+def test_exponents_of_float8(dtype, tmp_path):
+    """transformers writes scales as exponents of 2 if `scale_fmt` is ue8m0, and reads their bytes as well."""
+    module = "model.layers.0.self_attn.k_proj"
+    name = f"{module}.weight_scale_inv"
+    bits, q = torch.tensor([[0, 254]], dtype=torch.uint8), stored("fp8_block", "weight", module).float()
+    folder = copied(tmp_path, "fp8_block", {"scale_fmt": "ue8m0"}, **{name: bits.view(dtype)})
+    expected = q * torch.tensor([2.0**-127, 2.0**127]).repeat_interleave(32)
+    assert torch.equal(weights(folder)[f"{module}.weight"], expected)
+    copied(tmp_path / "none", "fp8_block", **{name: (bits | 255).view(dtype)})
+    refused(tmp_path / "none" / "fp8_block", "weight_scale_inv has values that are no numbers")
 
 
 @pytest.mark.parametrize("method, size", [("block", [24, 16]), ("row", None), ("tensor", None)])
