@@ -151,8 +151,8 @@ def parse(fields: Fields) -> Compressed:
         raise unsupported(fields, f"the sparse format {sparse.str('format')!r}")
     if fields.sub("transform_config"):
         raise unsupported(fields, "compressed-tensors with transform_config")
-    groups, found = fields.sub("config_groups"), {}
-    if groups is None:
+    groups, found = fields.within("config_groups"), {}
+    if fields.config.get("config_groups") is None:
         raise fields.error("config_groups", "an object of groups")
     for name in groups.config:
         group = groups.sub(name)

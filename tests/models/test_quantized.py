@@ -733,6 +733,13 @@ def test_groups_without_weights_are_floats():
     assert config.scheme("model.layers.0.mlp.up_proj", LINEAR) is None and config.scheme(Q_PROJ, LINEAR) is not None
 
 
+def test_no_groups_are_floats():
+    """The package writes such a config if only keys and values are quantised."""
+    cache = {"num_bits": 8, "type": "float", "strategy": "tensor", "symmetric": True, "dynamic": False}
+    config = config_of(quant_method="compressed-tensors", format="dense", config_groups={}, kv_cache_scheme=cache)
+    assert config.scheme(Q_PROJ, LINEAR) is None
+
+
 @pytest.mark.parametrize("prefix", ["model.language_model.", "language_model.model."])
 def test_a_config_names_the_modules_of_the_whole(prefix, tmp_path):
     """The text model of several modalities: expressions are for the names in the file."""
