@@ -40,6 +40,7 @@ METHODS: dict[str, Callable[[Fields], Quantization | None]] = {
     "gptq": gptq.parse,
     hqq.NAME: hqq.parse,
     "intel/auto-round": auto_round.parse,  # up to version 0.4
+    mlx.METAL: mlx.parse_metal,
     mlx.NAME: mlx.parse,
     "modelopt": modelopt.parse,
     "mxfp4": mxfp4.parse,

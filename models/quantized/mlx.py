@@ -3,7 +3,8 @@
 `weight` has the codes of a row as one stream of bits in words of 32, lowest first; codes of 3, 5 and 6 bits cross
 words. `scales` has a value per group, and so has `biases` in mode affine: w = q * scale + bias. In the modes mxfp4,
 nvfp4 and mxfp8 codes are e2m1 or e4m3 numbers, and scales are bytes: exponents of 2 plus 127, or e4m3 numbers in nvfp4.
-Settings of single modules replace the common ones; modules that the file stores as floats are floats.
+Settings of single modules replace the common ones; modules that the file stores as floats are floats. The method metal
+of transformers has codes of mode affine in linear layers only, and `qbiases`.
 
 128 is subtracted from 8-bit codes, so their minimums are bias + 128 * scale, a sum in float32. A code of 1 bit counts
 twice, by half the scale.
@@ -19,12 +20,24 @@ from torch import Tensor
 from kernels.linear.panels import GroupKind, default_zero, power
 from models.checkpoint.fields import Fields
 from models.formats.grouped import GroupedWeight
-from models.quantized.parts import FLOATS, TRANSPOSED, Form, Part, Quantization, Scheme, Source, unpack, unsupported
+from models.quantized.parts import (
+    FLOATS,
+    TRANSPOSED,
+    Form,
+    Part,
+    Quantization,
+    Scheme,
+    Source,
+    Uniform,
+    unpack,
+    unsupported,
+)
 
-NAME, FIELD = "mlx", "quantization"
+NAME, METAL, FIELD = "mlx", "metal", "quantization"
 AFFINE = "affine"
 KINDS: dict[int, GroupKind] = {1: "int1", 2: "int2", 3: "int4", 4: "int4", 5: "int5", 6: "int6", 8: "int8"}  # by bits
 GROUPS = (32, 64, 128)
+METAL_BITS = (2, 4, 8)
 
 
 class Mode(NamedTuple):
@@ -46,6 +59,7 @@ class MLXScheme(Scheme):
     mode: str
     bits: int
     group: int
+    biases: str = "biases"
 
     @property
     def kind(self) -> GroupKind:
@@ -66,7 +80,7 @@ class MLXScheme(Scheme):
         groups = ((outs, -(-width // self.group)),)
         words = Part(((outs, -(-width * self.bits // 32)),), (torch.uint32,))
         if self.least:
-            return {"weight": words, "scales": Part(groups, FLOATS), "biases": Part(groups, FLOATS)}
+            return {"weight": words, "scales": Part(groups, FLOATS), self.biases: Part(groups, FLOATS)}
         return {"weight": words, "scales": Part(groups, (torch.uint8,))}
 
     def weight(self, outs: int, width: int, source: Source) -> GroupedWeight:
@@ -84,7 +98,7 @@ class MLXScheme(Scheme):
         """Return scales and minimums of groups, see `GroupedRows`."""
         if self.least:
             scale_OG = source.scale("scales")
-            least_OG = source.scale("biases") + default_zero(self.kind, True) * scale_OG
+            least_OG = source.scale(self.biases) + default_zero(self.kind, True) * scale_OG
             return scale_OG / 2 if self.kind == "int1" else scale_OG, least_OG
         scales = source.tensor("scales")
         if self.kind == "fp4":
@@ -115,6 +129,15 @@ def parse(fields: Fields) -> MLX:
         elif isinstance(own, dict):
             others[module] = _scheme(Fields(own, fields.file, f"{fields.prefix}{module}."))
     return MLX(common, others)
+
+
+def parse_metal(fields: Fields) -> Uniform:
+    """Read a config of method metal. Raises CheckpointError if it is not supported."""
+    sizes = fields.int("bits", 4), fields.int("group_size", 64)
+    for name, value, read in zip(("bits", "group_size"), sizes, (METAL_BITS, GROUPS), strict=True):
+        if value not in read:
+            raise unsupported(fields, f"metal: {name} {value} (read: {', '.join(map(str, read))})")
+    return Uniform(MLXScheme(AFFINE, *sizes, "qbiases"))
 
 
 def _scheme(fields: Fields) -> MLXScheme:

@@ -457,6 +457,7 @@ UNREAD = {
         "format": "float8_e5m2",
     },
     "blocks of [128, 128]": {"quant_method": "mxfp8", "weight_block_size": [128, 128]},
+    "metal: bits 3": {"quant_method": "metal", "bits": 3},
     "mlx: bits 7 of the mode affine": MLX | {"bits": 7},
     "mlx: group_size 16 of the mode affine": MLX | {"group_size": 16},
     "mlx: group_size 64 of the mode mxfp4": MLX | {"mode": "mxfp4"},
@@ -762,6 +763,19 @@ def test_settings_of_mlx_are_by_the_names_of_the_file():
     common = mlx.MLXScheme("affine", 6, 64)
     expected = (mlx.MLXScheme("affine", 8, 32), None, common, mlx.MLXScheme("nvfp4", 4, 16), common)
     assert tuple(found.values()) == expected and config.scheme("lm_head", TRANSPOSED) is None
+
+
+@pytest.mark.parametrize("bits", [2, 4, 8])
+def test_metal_is_affine(bits):
+    """transformers' own method has the codes of MLX, and another name for the minimums."""
+    config = config_of(quant_method="metal", bits=bits, group_size=32, modules_to_not_convert=None)
+    q = torch.arange(64).view(1, 64) % 2**bits
+    words = (q.view(-1, 32 // bits) << torch.arange(0, 32, bits)).sum(1).view(1, -1)
+    scale, least = torch.tensor([[0.5, 2]]), torch.tensor([[-3, 0.25]])
+    parts = {"weight": words.to(torch.uint32), "scales": scale, "qbiases": least}
+    assert {*parts} == {*config.scheme(Q_PROJ, LINEAR).parts(1, 64)}
+    found = config.scheme(Q_PROJ, LINEAR).weight(1, 64, Source(parts.get, AssertionError)).floats()
+    assert torch.equal(found, q * scale.repeat_interleave(32, 1) + least.repeat_interleave(32, 1))
 
 
 def test_numbers_of_mlx_that_are_none():
