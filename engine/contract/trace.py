@@ -18,8 +18,8 @@ from engine.contract import Evaluate, Output, Report, Search, SearchResult
 from engine.text.tokenizer import Tokenizer
 
 MAX_NODES = 20_000  # nodes of one request; the record ends with the last step that fits
-MAX_NUMBERS = 1 << 24  # numbers in the rows that are held for children that are not grown yet: 64 MB
 TOP = 8  # next tokens recorded per evaluated node
+LIKELY = 64  # next tokens whose log-probabilities are held for children that are grown in a later step
 CANDIDATES = 16  # candidates recorded per step
 SHOWN = 400  # last tokens of a prompt that the record has as text
 TAIL = 64  # most tokens of a candidate that are not nodes
@@ -52,7 +52,8 @@ class TreeRecord:
         self._stem: list[int] = []  # settled nodes, in order
         self._branches: dict[int, None] = {}  # nodes neither dropped nor settled
         self._index: dict[tuple[int, int], int] = {}  # (parent, token) -> node, the dropped ones too
-        self._rows: dict[int, tuple[Tensor, int]] = {}  # evaluated node -> its answer, its row there
+        self._rows: dict[int, tuple[Tensor, int]] = {}  # node evaluated in this step -> its answer, its row there
+        self._likely: dict[int, tuple[Tensor, Tensor, int]] = {}  # evaluated node -> LIKELY of its answer, its row
         self._waiting: dict[int, list[int]] = {}  # parent -> children whose probability is unknown
         self._pages: list[int] = []
         self._note_trunk()
@@ -83,7 +84,7 @@ class TreeRecord:
         for node in [node for node in self._branches if not self.tree.is_live(node)]:
             self.dropped[node] = self.trace.step
             del self._branches[node]
-            self._rows.pop(node, None)
+            self._likely.pop(node, None)
             self._waiting.pop(node, None)
         for node in self.undecided:
             if self.dropped[node] is None:
@@ -101,7 +102,7 @@ class TreeRecord:
         for node in reversed(stem):
             self.settled[node] = self.trace.step
             del self._branches[node]
-            self._rows.pop(parent(node), None)
+            self._likely.pop(parent(node), None)
         self._stem += reversed(stem)
         self._root = self.tree.root
         self._note_trunk()
@@ -155,13 +156,18 @@ class TreeRecord:
         if rows_NV.shape[1] == 1:
             self.scores.update(zip(nodes, rows_NV[:, 0].tolist(), strict=True))
             return
-        best = rows_NV.topk(min(TOP, rows_NV.shape[1]))
-        for i, (node, logps, tokens) in enumerate(zip(nodes, best.values.tolist(), best.indices.tolist(), strict=True)):
+        logps_NT, tokens_NT = rows_NV.topk(min(LIKELY, rows_NV.shape[1]))
+        shown = zip(nodes, logps_NT[:, :TOP].tolist(), tokens_NT[:, :TOP].tolist(), strict=True)
+        for i, (node, logps, tokens) in enumerate(shown):
             self.top[node] = [[t, round(x, 4)] for t, x in zip(tokens, logps, strict=True) if math.isfinite(x)]
             self._rows[node] = rows_NV, i
+            self._likely[node] = logps_NT, tokens_NT, i
         self.look_up()
-        while len(self._rows) * rows_NV.shape[1] > MAX_NUMBERS:
-            self._rows.pop(next(iter(self._rows)))
+
+    def drop_rows(self) -> None:
+        """Let the rows of the last answers go before the next pass: every step holding its own would fill memory."""
+        self.look_up()
+        self._rows = {}
 
     def look_up(self) -> None:
         """Find the probabilities of the nodes that are waiting for theirs."""
@@ -177,6 +183,12 @@ class TreeRecord:
         for rows_NV, places, nodes in wanted.values():
             found = rows_NV[places, [self.tree.token(node) for node in nodes]].tolist()
             for node, logp in zip(nodes, found, strict=True):
+                self.logp[node] = round(logp, 4) if math.isfinite(logp) else None
+        for parent in [parent for parent in self._waiting if parent in self._likely]:  # of an earlier step
+            logps_NT, tokens_NT, i = self._likely[parent]
+            likely = dict(zip(tokens_NT[i].tolist(), logps_NT[i].tolist(), strict=True))
+            for node in self._waiting.pop(parent):
+                logp = likely.get(self.tree.token(node), math.nan)
                 self.logp[node] = round(logp, 4) if math.isfinite(logp) else None
 
     def find(self, tokens: Sequence[int]) -> list[Any]:
@@ -287,10 +299,10 @@ class Trace:
         """
         for record in self.trees:
             record.note_growth()
+            record.drop_rows()
         tree, record = request.tree, self._record_of(request.tree)
         if not self.on:
             return
-        record.look_up()
         self.steps[-1]["asks"] = [self.trees.index(record), len(request.nodes)]
         asked = set(request.nodes)
         if record.judged and any(tree.parent(node) in asked for node in asked):

@@ -2,10 +2,13 @@
 
 import json
 import math
+import weakref
+from collections.abc import Sequence
 from typing import Any
 
 import pytest
 import torch
+from torch import Tensor
 
 from engine import Engine, Request, SearchResult
 from engine.cache.tree import TokenTree
@@ -198,6 +201,30 @@ def test_a_long_search_is_recorded_as_far_as_there_is_room(engine: Engine):
     assert record["trees"][0]["token"] == whole["trees"][0]["token"][:nodes]
     for step in range(steps):
         assert replayed(record["trees"][0], step) == replayed(whole["trees"][0], step) == witness.seen[step][0]
+
+
+class RowCounter(Trace):
+    """A trace that counts, as each step's request is made, the earlier answers whose rows are still in memory."""
+
+    def __init__(self):
+        super().__init__()
+        self.rows: list[weakref.ref[Tensor]] = []
+        self.live: list[int] = []
+
+    def answered(self, tree: TokenTree, nodes: Sequence[int], rows_NV: Tensor) -> None:
+        super().answered(tree, nodes, rows_NV)
+        self.rows.append(weakref.ref(rows_NV))
+
+    def asked(self, request: Evaluate) -> None:
+        super().asked(request)
+        self.live.append(sum(rows() is not None for rows in self.rows))
+
+
+@pytest.mark.parametrize("name", ["trie", "ults", "sample", "aded", "dsbd"])
+def test_rows_of_earlier_steps_are_let_go(engine: Engine, name: str):
+    """A step of 15 beams has 15 MB of rows with a vocabulary of 262,144 tokens; the search itself may hold the last."""
+    _, _, trace = traced(engine, make_search(name, PARAMS.get(name, {})), RowCounter())
+    assert len(trace.live) > 3 and max(trace.live) <= 2, trace.live
 
 
 def test_many_requests_have_room_together():
