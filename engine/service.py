@@ -377,6 +377,7 @@ def starter(
                 spare=lambda pool: driver.spare(job, pool),
                 normalised=constrained is None,
                 rising=constrained is not None and constrained.raises,
+                rows=target.runner.most_rows,
             )
         )
 

@@ -232,6 +232,8 @@ class Task:
             tokens and may leave a sum near 0.
         rising: whether log-probabilities may be positive (because of a bias), so that a longer sequence may be more
             probable.
+        rows: rows of log-probabilities for which a pass of the target model has room, `most_rows` at least; a search
+            that could use any number requests no more. None: no limit.
     """
 
     tree: TokenTree
@@ -248,6 +250,7 @@ class Task:
     spare: Callable[[PagePool], int] = attrgetter("free_pages")
     normalised: bool = True
     rising: bool = False
+    rows: int | None = None
 
     def finish_reason(self, tokens: Sequence[int]) -> str | None:
         """Why a sequence, which begins with the tokens of the trunk, ends with its last token; None if it does not

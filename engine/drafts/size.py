@@ -7,6 +7,7 @@ from engine.drafts import Draft
 from engine.step.timing import PassTime
 
 MAX_NODES = 64  # most nodes of the drafts of a pass
+FIRST_NODES = 15  # nodes to draft before anything is measured
 ROWS_BYTES = 1 << 25  # bytes of the whole rows that a request keeps for drafted nodes
 
 
@@ -45,7 +46,7 @@ class DraftSize:
 
     def __init__(self, seconds: Callable[[int], float] | None, most: int = MAX_NODES):
         self.seconds, self.most = seconds, most
-        self.wish = most if seconds is None else 15  # nodes to draft
+        self.wish = most if seconds is None else min(most, FIRST_NODES)  # nodes to draft
         self.true = [self.PRIOR * (kind + 0.5) / self.KINDS for kind in range(self.KINDS)]
         self.tried = [self.PRIOR] * self.KINDS
         self.host = PassTime()  # the search's own seconds in a step with a draft
@@ -76,7 +77,7 @@ class DraftSize:
     def choose(self, draft: Draft) -> int:
         """How many nodes of a draft to evaluate."""
         if not self.cost(1) or not draft.tokens:
-            return len(draft.tokens)
+            return min(self.most, len(draft.tokens))
         best = self._worthwhile(self._chances(draft), 1)
         self.wish = min(self.most, 2 * best + 7)
         return best

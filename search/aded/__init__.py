@@ -11,7 +11,7 @@ from dataclasses import dataclass, fields
 from pathlib import Path
 
 from engine.drafts.backoff import Backoff
-from engine.drafts.size import MAX_NODES, DraftSize
+from engine.drafts.size import FIRST_NODES, MAX_NODES, DraftSize
 from engine.errors import KVMemoryError, UsageError
 from engine.rules.endings import is_stuck
 from search.aded.drafters import MCTS, TextDrafter
@@ -159,18 +159,16 @@ class ADED(Search):
         return open_store(self.store)
 
     def _size(self, task: Task) -> DraftSize:
-        return DraftSize(task.seconds) if self.nodes == "auto" else DraftSize(None, int(self.nodes))
+        if self.nodes != "auto":
+            return DraftSize(None, int(self.nodes))
+        return DraftSize(task.seconds, MAX_NODES if task.rows is None else min(MAX_NODES, task.rows - 1))
 
     def slots(self, prompt_tokens: int, new_tokens: int) -> tuple[int, int]:
         least = prompt_tokens + new_tokens - 1  # drafts are dropped if there is no room for them
-        return least, least + self._most()
+        return least, least + (MAX_NODES if self.nodes == "auto" else int(self.nodes))
 
     def most_rows(self) -> int:
-        return 1 + self._most()
-
-    def _most(self) -> int:
-        """Return the most nodes of a draft."""
-        return MAX_NODES if self.nodes == "auto" else int(self.nodes)
+        return 1 + (FIRST_NODES if self.nodes == "auto" else int(self.nodes))  # auto: more if `Task.rows` has room
 
     def work(self, new_tokens: int) -> tuple[int, int]:
         looked_at = self.iterations * self.depth * self.successors + self.window

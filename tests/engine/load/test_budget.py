@@ -22,6 +22,7 @@ from engine.app.chat import main
 from engine.app.chat_flags import parser
 from engine.app.cli.loading import load_options
 from engine.demo import demo_folder
+from engine.drafts.size import FIRST_NODES
 from engine.load.budget import (
     ENTRY,
     RANKED,
@@ -410,6 +411,23 @@ def test_wide_requests_share_the_rows_that_are_planned(checkpoint, drafts, monke
     assert found[0] == found[1]
 
 
+@needs_cpp
+def test_automatic_drafts_keep_to_the_rows_that_are_planned(checkpoint, monkeypatch):
+    """ADED drafts as many nodes as a pass has rows for; its answer is the same."""
+    engine = Engine.load(checkpoint, dtype="float32", kv_memory="8M", threads=1)
+    monkeypatch.setattr("engine.step.timing.PassTime.charge", lambda *_: 1.0)  # drafted nodes cost nothing
+    seen, evaluate = [], engine.runner.evaluate
+    monkeypatch.setattr(engine.runner, "evaluate", lambda work: (seen.append(len(work.asked)), evaluate(work))[1])
+    found = []
+    for most in (None, 1 + FIRST_NODES):
+        engine.runner.most_rows = most
+        seen.clear()
+        [result] = engine.generate([[5, 6, 7, 8] * 12], ADED(), max_new_tokens=60, ignore_eos=True)
+        found.append(result.outputs)
+        assert max(seen) <= 1 + FIRST_NODES if most else max(seen) > 1 + FIRST_NODES, seen
+    assert found[0] == found[1]
+
+
 def test_plan_and_workload():
     found = MemoryPlan({"a": 10, "b": 20}, token=5)
     assert (found.fixed, found.cache(4), found.total(4), found.left(100)) == (30, 30, 60, 60)
@@ -428,6 +446,7 @@ def test_plan_and_workload():
         (ULTS(batch=4, prior="dirichlet"), 4),
         (DSBD(width=3, gamma=2, draft_beams=4), 3 + 2 * 4),
         (ADED(nodes=6), 1 + 6),
+        (ADED(), 1 + FIRST_NODES),
     ],
 )
 def test_rows_that_searches_request(checkpoint, search, rows):
