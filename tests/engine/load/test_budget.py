@@ -345,6 +345,47 @@ def test_tokenizers_are_counted(tmp_path):
     assert _tokenizer(tmp_path) == TOKENIZER_LEAST
 
 
+KEPT = """
+import gc, sys
+from pathlib import Path
+from engine.load.budget import _pieces, resident
+from engine.text.tokenizer import Tokenizer
+from models.checkpoint.headers import Checkpoint
+from models.trim import trim_memory
+path, small = map(Path, sys.argv[1:])
+Tokenizer.of(Checkpoint.open(small))  # what is imported once
+checkpoint = Checkpoint.open(path)
+counted = _pieces(checkpoint.vocabulary)
+gc.collect()
+trim_memory()
+before = resident()
+tokenizer = Tokenizer.of(checkpoint)
+gc.collect()
+trim_memory()
+print(counted, resident() - before)
+"""
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
+def test_long_pieces_are_counted(tmp_path):
+    """A GGUF file with scores; a seventh of the pieces take more than 24 bytes, as in texts of other alphabets."""
+    from tests.models.gguf.files import sentencepiece_file
+
+    small, file = sentencepiece_file().write(tmp_path / "small.gguf"), sentencepiece_file()
+    letters, tokens = "абвгдежзиклмнопрстуфхцчшщэюя", file.keys["tokenizer.ggml.tokens"]
+    for i in range(1 << 17):
+        number = f"{i:06}"
+        tokens.append("▁" * (i % 2) + "".join(letters[int(digit)] for digit in number) + letters[9 + i % 19] * (i % 7))
+    more = len(tokens) - len(file.keys["tokenizer.ggml.token_type"])
+    file.keys["tokenizer.ggml.token_type"] += [1] * more
+    file.keys["tokenizer.ggml.scores"] = [-float(i) for i in range(len(tokens))]
+    command = [sys.executable, "-c", KEPT, str(file.write(tmp_path / "file.gguf")), str(small)]
+    environment = os.environ | {"COPPICE_CACHE": "off"}
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=300, check=True, env=environment)
+    counted, kept = map(int, done.stdout.split())
+    assert counted / 1.4 < kept < counted * 1.05, (counted / MB, kept / MB)
+
+
 READ = """
 import sys
 from pathlib import Path
