@@ -292,8 +292,7 @@ class Checkpoint:
     def _wrong(self, name: str, part: Part) -> str:
         """Return the fault in a tensor's header."""
         info, floats = self.tensors[name], {*FLOATS.values()}
-        told = dict.fromkeys("floats" if dtype in floats else str(dtype)[6:] for dtype in part.dtypes)
-        dtypes = " or ".join(told)
+        dtypes = " or ".join(dict.fromkeys("floats" if dtype in floats else str(dtype)[6:] for dtype in part.dtypes))
         want = " or ".join(str(list(shape)) for shape in part.shapes)
         got = f"{list(info.shape)} of {str(info.dtype)[6:]}"
         return f"{show(name)} in {show(info.file.name)}: expected {want} of {dtypes}, got {got}"
