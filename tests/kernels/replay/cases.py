@@ -50,7 +50,7 @@ STRANGE = math.nan, math.inf, -math.inf
 def record() -> Recording:
     """Returns all cases."""
     recording = Recording()
-    rows = norms, rotary, halves, gates, curves, sparse, streams, log_softmax, best, draws, windows
+    rows = norms, rotary, halves, gates, shared_gates, curves, sparse, streams, log_softmax, best, draws, windows
     trees = kv_write, kv_write_int8, kv_copy, short_conv, recurrent, by_channels, layouts, tree_attention, suffixes
     for add in (*rows, linear, grouped, *trees):
         torch.manual_seed(0)
@@ -180,6 +180,20 @@ def gates(recording: Recording) -> None:
                 exact, plain = (reference.activation(v, activation) for v in (own.double(), own))
                 out = written(blank(x), exact, plain)
                 recording.add(f"{activation} {of}", "activation", kind, 2, number, own, out, rows, width)
+
+
+def shared_gates(recording: Recording) -> None:
+    """Gates that scale as many elements each, in rows that lie apart."""
+    for (name, kind, dtype), (count, share), softplus in itertools.product(
+        kinds(), ((1, 1), (5, 1), (4, 7), (3, 16), (2, 33), (259, 1)), (False, True)
+    ):
+        x, wide = draw(3, count * share, dtype=dtype), draw(3, count + 2, dtype=dtype, scale=4.0)
+        x[1, share - 1], wide[0, 0], wide[2, 0] = math.nan, 100, -100
+        exact, plain = (
+            reference.sigmoid_mul(*(v.to(t) for v in (x, wide[:, :count])), softplus) for t in (torch.float64, dtype)
+        )
+        out, sizes = written(blank(x), exact, plain), (3, count * share, count + 2, share, int(softplus))
+        recording.add(f"{name} {count} x {share}, softplus {softplus}", "sigmoid_mul", kind, 2, x, wide, out, *sizes)
 
 
 def curves(recording: Recording) -> None:
