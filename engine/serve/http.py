@@ -91,6 +91,8 @@ class Application:
         for one in served:
             one.lane.service.alone = self.alone
         self._page = PAGE.read_text(encoding="utf-8")
+        if not limits.traces:  # the page must not ask for one
+            self._page = self._page.replace("<body>", '<body class="untraced">')
         self._policy = _policy(self._page)
         get = {
             "/": self.page,

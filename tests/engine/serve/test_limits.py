@@ -6,6 +6,7 @@ import gzip
 import json
 import os
 import re
+import shutil
 import signal
 import socket
 import subprocess
@@ -580,6 +581,34 @@ def test_traces(start):
     reply = post(server.url, {"prompt": "A", "max_tokens": 2}, "/v1/completions").json()
     assert "traces" not in reply["coppice"]
     assert HTTP.get(f"{server.url}/trace/{reply['id']}").status_code == 404
+
+
+BROWSER = """
+const values = {model: "demo", search: "trie", beams: "2", tokens: "4"}, elements = {}, lines = [];
+const made = (id) => ({value: values[id] ?? "", textContent: "", addEventListener() {}, replaceChildren() {},
+  remove() {}, scrollIntoView() {}, append: (line) => lines.push(line)});
+const document = {
+  body: {classList: {contains: (name) => CLASSES.includes(name)}},
+  createElement: made, getElementById: (id) => (elements[id] ??= made(id)),
+};
+const fetch = (path, options) =>
+  options.method ? globalThis.fetch(SERVER + path, options) : {ok: path !== "/v1/models", text: () => path};
+"""
+
+
+@pytest.mark.skipif(shutil.which("node") is None, reason="needs Node.js, which runs the page's script")
+@pytest.mark.parametrize("kept", [0, 2])
+def test_the_page_answers_with_a_tree_if_traces_are_kept(start, kept):
+    server = start("--traces", str(kept))
+    page = HTTP.get(server.url + "/").text
+    classes = (re.search('<body(?: class="([^"]*)")?>', page)[1] or "").split()
+    script = re.search("<script>(.*?)</script>", page, re.S)[1]
+    run = f"const CLASSES = {json.dumps(classes)}, SERVER = {json.dumps(server.url)};{BROWSER}{script}"
+    run += 'ask("Once upon").then(() => console.log(JSON.stringify([lines, elements.tree.srcdoc])));'
+    done = subprocess.run(["node", "-"], input=run, text=True, capture_output=True, check=True, timeout=60)
+    shown, tree = json.loads(done.stdout)
+    assert [line["className"] for line in shown] == ["user", "assistant"] and shown[1]["textContent"]
+    assert tree.startswith("/trace/") if kept else tree == ""
 
 
 def test_metrics(start):
