@@ -132,12 +132,12 @@ def _add_norm(
     one_NE, two_NE = (*rest, *[x_NE] * 2)[:2]
     total_NE = torch.empty(x.shape, dtype=x.dtype, device=x.device) if addends else x
     out_NE = torch.empty(x.shape, dtype=x.dtype, device=x.device) if norm else total_NE
-    weight_E, bias_E = norm or (x_NE, None)
-    out_weight_E, out_bias_E = out_norm or (x_NE, None)
+    weight_E, bias_E, out_weight_E, out_bias_E = (
+        x_NE if y_E is None else y_E.contiguous() for y_E in (*(norm or (None, None)), *(out_norm or (None, None)))
+    )  # the tensor that stands for none is not read
     E2 = triton.next_power_of_2(E)
     launch(_sum, triton.cdiv(len(x_NE), ROWS))(
-        x_NE, one_NE, two_NE, weight_E, x_NE if bias_E is None else bias_E,
-        out_weight_E, x_NE if out_bias_E is None else out_bias_E, total_NE, out_NE,
+        x_NE, one_NE, two_NE, weight_E, bias_E, out_weight_E, out_bias_E, total_NE, out_NE,
         len(x_NE), x_NE.stride(0), one_NE.stride(0), two_NE.stride(0), scale, eps,
         ADDENDS=len(addends), NORM=_kind(norm), OUT_NORM=_kind(out_norm), SCALED=scale != 1.0,
         E=E, E2=E2, M=ROWS, num_warps=min(max(E2 // 256, 1), 16),

@@ -85,6 +85,19 @@ def test_norms(shape, dtype, device):
 
 
 @DEVICES
+def test_vectors_of_norms_may_be_strided(device):
+    x, strided = draw(3, 8).to(device), draw(8, 4, seed=1).to(device).unbind(1)
+    found, expected = (
+        (
+            rows.rms_norm(x, one, 1e-5, impl="triton"),
+            *rows.add_norm(x, (x,), (one, two), (three, four), eps=1e-5, impl="triton"),
+        )
+        for one, two, three, four in (strided, [y.contiguous() for y in strided])
+    )
+    assert all(y.equal(z) for y, z in zip(found, expected, strict=True))
+
+
+@DEVICES
 @DTYPES
 @pytest.mark.parametrize("name", [*reference.ACTIVATIONS, *reference.GATES])
 @pytest.mark.parametrize(("count", "width"), [(1, 1), (18, 600)])
