@@ -30,6 +30,7 @@ __all__ = [
     "FLAGS",
     "KINDS",
     "BuildError",
+    "address",
     "built_ahead",
     "compiler",
     "function",
@@ -353,6 +354,11 @@ def _run(command: Sequence[str | Path]) -> str:
         lines = done.stderr.strip().splitlines() or [f"status {done.returncode}"]
         raise BuildError(f"{command[0]} failed: {next((line for line in lines if WRONG.search(line)), lines[0])}")
     return done.stdout
+
+
+def address(x: torch.Tensor | None) -> int | None:
+    """Returns the address of a tensor's elements, as C++ takes it; None, a null pointer, for none."""
+    return None if x is None else x.data_ptr()
 
 
 def why_not() -> str | None:

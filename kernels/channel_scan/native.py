@@ -7,7 +7,7 @@ from torch import Tensor
 
 from kernels import checks
 from kernels.channel_scan.weights import ChannelWeights
-from kernels.cpp import OPERATORS
+from kernels.cpp import OPERATORS, address
 from kernels.delta_net.native import run, stored
 from kernels.layout import DeltaPaths
 
@@ -43,6 +43,6 @@ def channel_scan(
 def described(weights: ChannelWeights) -> ctypes.Structure:
     """The weights; valid as long as they live."""
     kind = weights.kind
-    pointers = (None if x is None else x.data_ptr() for x in weights[2:8])
+    pointers = map(address, weights[2:8])
     sizes = kind.key_size, kind.channels, kind.taps, weights.rank
     return OPERATORS.structures["ChannelScan"](*pointers, *sizes, weights.eps)

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from kernels import checks
-from kernels.cpp import KINDS, OPERATORS, function
+from kernels.cpp import KINDS, OPERATORS, address, function
 from kernels.delta_net.weights import DeltaWeights
 from kernels.layout import DeltaKind, DeltaPaths
 
@@ -34,7 +34,7 @@ def run(
 def stored(kind: DeltaKind, rows_RW: Tensor, states_SHKV: Tensor | None, paths: DeltaPaths) -> ctypes.Structure:
     """The rows and states of a layer, and the paths of a pass; valid as long as they live."""
     numbers = paths.rows_T, paths.paths_TN, paths.lengths_T, paths.bases_T, paths.folds_T
-    pointers = (None if x is None else x.data_ptr() for x in (*numbers, rows_RW, states_SHKV))
+    pointers = map(address, (*numbers, rows_RW, states_SHKV))
     counts = len(rows_RW), 0 if states_SHKV is None else len(states_SHKV)
     return OPERATORS.structures["Paths"](*pointers, kind.reach, *counts)
 
@@ -42,7 +42,7 @@ def stored(kind: DeltaKind, rows_RW: Tensor, states_SHKV: Tensor | None, paths: 
 def described(weights: DeltaWeights, order: Tensor | None = None) -> ctypes.Structure:
     """The weights; valid as long as they live. `order`: see `models.layers.GatedDeltaNet`, for a stack of layers."""
     vectors = weights.taps_KC, weights.decay_H, weights.bias_D, weights.norm_V, order
-    pointers = (None if x is None else x.data_ptr() for x in vectors)
+    pointers = map(address, vectors)
     kind = weights.kind
     sizes = kind.key_heads, *kind.state, kind.taps, kind.key_decays, weights.sigmoid
     return OPERATORS.structures["Delta"](*pointers, *sizes, weights.eps, weights.most, weights.bound)

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from kernels.checks import expect
-from kernels.cpp import OPERATORS
+from kernels.cpp import OPERATORS, address
 from kernels.experts.routing import SCORES, Routing
 from kernels.rows.checks import ACTIVATIONS, GATES
 from kernels.stack import Matrix
@@ -112,7 +112,7 @@ class PackedExperts:
                 self.gated,
             )
             places = [ctypes.addressof(each) for each in chains] + ([] if self.gate is not None else [None])
-            vectors = (None if x is None else x.data_ptr() for x in (self.bias_X, self.factors_X))
+            vectors = map(address, (self.bias_X, self.factors_X))
             numbers = routing.epsilon, routing.scale, routing.jitter
             self._described = OPERATORS.structures["Mixture"](
                 len(self.experts), routing.chosen, *sizes, *rules, *places, *vectors, None, 0, *routing[6:], *numbers

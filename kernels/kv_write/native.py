@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from kernels import checks
-from kernels.cpp import KINDS, function
+from kernels.cpp import KINDS, address, function
 from kernels.kv_kinds import SCALE_BYTES
 from kernels.tracing import nothing, register
 
@@ -38,9 +38,9 @@ def kv_copier(k_LGSD: Tensor, v_LGSD: Tensor | None) -> Callable[[Sequence[int],
     def copy(source: Sequence[int], target: Sequence[int]) -> None:
         checks.copies(source, target, S)
         slots, n = array("q", [*source, *target]), len(source)
-        address, _ = slots.buffer_info()
-        caches = k_LGSD.data_ptr(), None if v_LGSD is None else v_LGSD.data_ptr()
-        run(torch.get_num_threads(), *caches, address, address + 8 * n, n, L * G, S, D * size - scale, scale)
+        start, _ = slots.buffer_info()
+        caches = k_LGSD.data_ptr(), address(v_LGSD)
+        run(torch.get_num_threads(), *caches, start, start + 8 * n, n, L * G, S, D * size - scale, scale)
 
     return copy
 

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from kernels.checks import expect
-from kernels.cpp import function
+from kernels.cpp import address, function
 from kernels.linear.codebooks import codebook
 from kernels.linear.panels import PANEL, UNIT, GroupKind, Groups, Packed, power, shape
 
@@ -111,7 +111,7 @@ class BlockPanels:
         threads = min(torch.get_num_threads(), 1 + stored_OB.nbytes // THREAD_BYTES)
         bad = function("repack")(
             *(threads, block.number, stored_OB.data_ptr(), self.filled, count, blocks),
-            *(None if x is None else x.data_ptr() for x in tensors),
+            *map(address, tensors),
         )
         if bad:
             raise ValueError("scales are not finite")

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from kernels.checks import expect
-from kernels.cpp import KINDS, OPERATORS, function
+from kernels.cpp import KINDS, OPERATORS, address, function
 
 PANEL = 16  # outputs
 UNIT = 256  # elements of a row that share the units of scales
@@ -295,7 +295,7 @@ class Packed:
             kind, (group, scale, *others) = GROUP_KINDS[self.groups.kind], self.groups[1:]
             scales = KINDS.get(self.groups.scale.dtype, len(KINDS))
         tensors = self.panels, scale, *others, self.order_I, bias
-        pointers = (None if x is None else x.data_ptr() for x in tensors)
+        pointers = map(address, tensors)
         sizes = self.outs, self.width, self.levels, self.by_row, *self.steps
         return OPERATORS.structures["Matrix"](kind, group, scales, *pointers, *sizes)
 

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from kernels.checks import native
-from kernels.cpp import KINDS, function
+from kernels.cpp import KINDS, address, function
 from kernels.rows.checks import ACTIVATIONS, GATES, SPAN, TopSums
 from kernels.tracing import like, register
 
@@ -125,7 +125,7 @@ def top_sums(logp_NV: Tensor, sums: Sequence[float], k: int, peaks_NB: Tensor | 
     native(logp_NV, torch.float32)
     logp_NV, sums_N = logp_NV.contiguous(), array("f", sums)
     out = _sums_like(logp_NV, sums, k).fill_(math.inf)
-    pointers = logp_NV.data_ptr(), _pointer(peaks_NB), sums_N.buffer_info()[0], out.data_ptr()
+    pointers = logp_NV.data_ptr(), address(peaks_NB), sums_N.buffer_info()[0], out.data_ptr()
     function("top_sums")(*pointers, *logp_NV.shape, len(out) // 2)
     return out
 
@@ -171,7 +171,7 @@ def at_least(logp_NV: Tensor, least: float, k: int, peaks_NB: Tensor | None = No
     """See the front for arguments; float32 only."""
     native(logp_NV, torch.float32)
     logp_NV, out_N2K = logp_NV.contiguous(), _pairs(logp_NV, k)
-    pointers = logp_NV.data_ptr(), _pointer(peaks_NB), out_N2K.data_ptr()
+    pointers = logp_NV.data_ptr(), address(peaks_NB), out_N2K.data_ptr()
     function("at_least")(*pointers, *logp_NV.shape, k, least)
     return out_N2K
 
@@ -202,10 +202,6 @@ def window_wins(tape_P: Tensor, start_RW: Tensor, sum_RW: Tensor, best_N: Tensor
     pointers = [x.data_ptr() for x in (tape_P, start_RW, sum_RW, best_N, out_RW)]
     function("window_wins")(torch.get_num_threads(), *pointers, *start_RW.shape, len(best_N))
     return out_RW
-
-
-def _pointer(x: Tensor | None) -> int | None:
-    return None if x is None else x.data_ptr()
 
 
 # Empty results: of the operators above and, for compilers, of their fakes.

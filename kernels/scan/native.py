@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from kernels import checks
-from kernels.cpp import OPERATORS
+from kernels.cpp import OPERATORS, address
 from kernels.delta_net.native import run, stored
 from kernels.layout import DeltaPaths
 from kernels.scan.weights import ScanWeights
@@ -26,6 +26,6 @@ def scan(x_TF: Tensor, weights: ScanWeights, rows_RW: Tensor, states_SHKV: Tenso
 def described(weights: ScanWeights) -> ctypes.Structure:
     """The weights; valid as long as they live."""
     kind = weights.kind
-    pointers = (None if x is None else x.data_ptr() for x in weights[1:7])
+    pointers = map(address, weights[1:7])
     sizes = kind.key_heads, *kind.state, kind.taps
     return OPERATORS.structures["Scan"](*pointers, *sizes, *weights[7:])

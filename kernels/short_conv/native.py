@@ -4,7 +4,7 @@ import torch
 from torch import Tensor
 
 from kernels import checks
-from kernels.cpp import KINDS, function
+from kernels.cpp import KINDS, address, function
 from kernels.tracing import as_wide, register
 
 
@@ -16,7 +16,7 @@ def short_conv(
     checks.native(rows_SE)
     x_TF, (K, E), (T, _), S = x_TF.contiguous(), weight_KE.shape, x_TF.shape, len(rows_SE)
     out_TE = torch.empty(T, E, dtype=x_TF.dtype)
-    bias, kinds = None if bias_E is None else bias_E.data_ptr(), (KINDS[x_TF.dtype], KINDS[rows_SE.dtype])
+    bias, kinds = address(bias_E), (KINDS[x_TF.dtype], KINDS[rows_SE.dtype])
     pointers = x_TF.data_ptr(), weight_KE.data_ptr(), bias, rows_SE.data_ptr()
     slots = slots_T.data_ptr(), ancestors_TN.data_ptr()
     if not function("short_conv")(

@@ -13,7 +13,7 @@ from torch import Tensor
 from kernels import checks
 from kernels.channel_scan import native as by_channels
 from kernels.checks import expect
-from kernels.cpp import KINDS, OPERATORS, function, why_not
+from kernels.cpp import KINDS, OPERATORS, address, function, why_not
 from kernels.delta_net import native as deltas
 from kernels.kv_kinds import row_width
 from kernels.layout import ChannelKind, DeltaKind, DeltaPaths, KVCache, TreeLayout
@@ -201,9 +201,9 @@ class Stack:
         threads = prepared.problem.threads = torch.get_num_threads()
         heads = torch.empty(T * self.widths["heads"], dtype=self.dtype)
         pointers = x_TE.data_ptr(), *prepared.pointers, heads.data_ptr()
-        pointers = *pointers, _address(inputs_TF), _address(streams_TNE)
+        pointers = *pointers, address(inputs_TF), address(streams_TNE)
         more = *prepared.sizes, prepared.paths, self._adapted(layout, T), tail
-        more = *more, _address(tapped_TNE), self.tapping
+        more = *more, address(tapped_TNE), self.tapping
         if self.delta is not None:
             self.check_paths(cache, layout, T)
         done = function("stack")(*prepared.structures, threads, *pointers, *more)
@@ -361,7 +361,7 @@ def _described(call: Call, layer: ctypes.Structure | None, width: int) -> ctypes
     names = "Delta", "Scan", "ChannelScan"
     recurs = [ctypes.addressof(layer) if isinstance(layer, _STRUCTURES[name]) else None for name in names]
     latent = None if call.latent is None else ctypes.addressof(call.latent.heads.described())
-    of_heads = (_address(x) for x in (call.sinks, call.slopes))
+    of_heads = map(address, (call.sinks, call.slopes))
     coarse = call.slopes is not None and call.slopes.dtype == torch.bfloat16
     more = matrix, adapters, mixture, *of_heads, *recurs, latent, coarse, call.softplus, call.scale, call.cap or 0.0
     return _STRUCTURES["Call"](CODES.index(call.code), *registers, *numbers, *function, heads, *norms, *more)
@@ -370,10 +370,6 @@ def _described(call: Call, layer: ctypes.Structure | None, width: int) -> ctypes
 def _norm(norm: Any) -> ctypes.Structure:
     if norm is None:
         return _STRUCTURES["Norm"]()
-    vectors, exact = (_address(norm.weight), _address(norm.bias)), norm.weight.dtype == torch.float32
+    vectors, exact = (address(norm.weight), address(norm.bias)), norm.weight.dtype == torch.float32
     eps = getattr(norm, "eps", 0.0)  # taps of a convolution have none
     return _STRUCTURES["Norm"](*vectors, norm.weight.shape[-1], exact, eps)
-
-
-def _address(x: Tensor | None) -> int | None:
-    return None if x is None else x.data_ptr()

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from kernels import checks
-from kernels.cpp import KINDS, OPERATORS, function
+from kernels.cpp import KINDS, OPERATORS, address, function
 from kernels.layout import TreeLayout
 from kernels.tracing import like, register
 
@@ -94,7 +94,7 @@ def problem(
     return Attention(
         *(kind, cache, H, G, D, S, *seen[:4], q_THD.stride(0), q_THD.stride(1)),
         *(-1 if window is None else window, threads, *seen.addresses, scale, cap or 0.0),
-        *(None if x is None else x.data_ptr() for x in (sinks_H, slopes_H)),
+        *map(address, (sinks_H, slopes_H)),
         slopes_H is not None and slopes_H.dtype == torch.bfloat16,
     )
 
