@@ -16,19 +16,11 @@ constexpr int64_t MOST = 64;                  // most tokens that read a state t
 constexpr int TOGETHER = 4;                   // tokens, ancestors or rows of a state that are computed together
 constexpr int WIDE = REGISTERS < 32 ? 2 : 4;  // vectors of a row of a state that are computed together
 
-inline Floats silu(Floats x) {
-    const Floats e = exp2_of((x < 0 ? x : -x) * LOG2_E);
-    return x * (x < 0 ? e : all(1.0f)) / (1 + e);
-}
+inline Floats silu(Floats x) { return times_sigmoid(x, x); }
 
 inline Floats exp_of(Floats x) { return exp2_of(x * LOG2_E); }
 
-inline Floats sigmoid(Floats x) {
-    const Floats e = exp_of(x < 0 ? x : -x);
-    return (x < 0 ? e : all(1.0f)) / (1 + e);
-}
-
-inline float sigmoid(float x) { return 1 / (1 + std::exp(-x)); }
+inline Floats sigmoid(Floats x) { return times_sigmoid(all(1), x); }
 
 inline float softplus(float x) { return x > 20 ? x : std::log1p(std::exp(x)); }
 

@@ -101,6 +101,13 @@ inline void write(Vector x, void* to, int count) {
         std::memcpy(to, &x, count * sizeof x / LANES);
 }
 
+// Keeps the first n lanes; the others become 0.
+template <typename Vector>
+inline Vector first_lanes(Vector x, int n) {
+    for (int lane = n; lane < LANES; lane++) x[lane] = 0;
+    return x;
+}
+
 // Loads the first `count` lanes; the others are 0.
 inline Floats load(const float* from, int count = LANES) { return read<Floats>(from, count); }
 inline Floats load(const Float16* from, int count = LANES) { return widened(read<Shorts>(from, count)); }
@@ -191,6 +198,31 @@ inline float largest_of(Floats x) {
     return std::max(std::max(most[0], most[1]), std::max(most[2], most[3]));
 }
 
+typedef int32_t FourInts __attribute__((vector_size(16)));
+
+// The largest lane, whose bits are returned as a float.
+inline float largest_of_bits(Ints x) {
+    FourInts parts[LANES / 4], most;
+    std::memcpy(parts, &x, sizeof x);
+    most = parts[0];
+    for (const FourInts part : parts) most = part > most ? part : most;
+    const int32_t bits = std::max(std::max(most[0], most[1]), std::max(most[2], most[3]));
+    float largest;
+    std::memcpy(&largest, &bits, sizeof largest);
+    return largest;
+}
+
+// The largest magnitude of some elements; NaN if there is one.
+template <typename T>
+float magnitude_of(const T* x, int64_t width) {
+    Ints most{};  // bits of floats: compared as integers, NaN is larger than all numbers
+    each(width, [&](int64_t i, auto n) {
+        const Ints size = (Ints)load(x + i, n) & 0x7fffffff;
+        most = size > most ? size : most;
+    });
+    return largest_of_bits(most);
+}
+
 // 2^x for x <= 0, with a relative error below 2e-7; 0 below -125, because subnormal numbers are slow. NaN stays NaN.
 inline Floats exp2_of(Floats x) {
     const Floats whole = nearest(x), f = x - whole;
@@ -203,6 +235,14 @@ inline Floats exp2_of(Floats x) {
     y = y * f + 1.0f;
     return scaled(y, whole, x);
 }
+
+// x times the logistic function of y.
+inline Floats times_sigmoid(Floats x, Floats y) {
+    const Floats e = exp2_of((y < 0 ? y : -y) * LOG2_E);  // the function is e / (1 + e) or 1 / (1 + e)
+    return x * (y < 0 ? e : all(1)) / (1 + e);
+}
+
+inline float sigmoid(float x) { return 1 / (1 + std::exp(-x)); }
 
 inline Floats tanh_of(Floats x) {
     const Floats square = x * x, e = exp2_of((x < 0 ? x : -x) * (2 * LOG2_E)), far = (1 - e) / (1 + e);

@@ -9,12 +9,6 @@ namespace {
 
 constexpr int NARROW = WIDE / 2;  // vectors of a state's row when several tokens, each with two sums, read it
 
-// Keeps the first n lanes; the others become 0.
-inline Floats first_lanes(Floats x, int n) {
-    for (int i = n; i < LANES; i++) x[i] = 0;
-    return x;
-}
-
 template <typename T, bool BY_KEY>  // elements of keys have decays
 struct DeltaNet : Recurrence {
     const T* x_TF;

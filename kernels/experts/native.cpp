@@ -22,8 +22,6 @@ enum Scores { SOFTMAX, SOFTMAX_OF_CHOSEN, SIGMOID, SPARSEMIXER, SIGMOID_OF_CHOSE
 // NaN is the largest, as in PyTorch.
 bool above(float x, float y) { return x > y || (x != x && y == y); }
 
-float sigmoid(float x) { return 1 / (1 + std::exp(-x)); }
-
 // Chooses the experts of a row and their weights.
 class Choice {
   public:

@@ -13,16 +13,8 @@ namespace {
 
 template <typename T>
 void quantise(const T* x, int64_t D, char* row, BFloat16* to) {
-    Ints most{};  // bits of magnitudes, which are ordered like the numbers; NaN is the largest
-    each(D, [&](int64_t d, auto n) {
-        const Ints bits = (Ints)load(x + d, n) & 0x7fffffff;
-        most = bits > most ? bits : most;
-    });
-    int32_t bits = 0;
-    for (int lane = 0; lane < LANES; lane++) bits = std::max<int32_t>(bits, most[lane]);
-    float largest;
-    std::memcpy(&largest, &bits, sizeof largest);
-    const bool finite = bits < 0x7f800000;
+    const float largest = magnitude_of(x, D);
+    const bool finite = std::isfinite(largest);
     const float exact = largest * (1.0f / 127.0f);
     const float scale = !finite ? INFINITY : exact < 0x1p-126f ? 0.0f : rounded(all(exact))[0];
     const float inverse = finite && scale != 0 ? 1.0f / scale : 0.0f;

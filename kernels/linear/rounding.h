@@ -11,37 +11,12 @@ struct Levels {
     float count, largest;
 };
 
-typedef int32_t FourInts __attribute__((vector_size(16)));
-
-// The largest lane, whose bits are returned as a float.
-inline float largest_of_bits(Ints x) {
-    FourInts parts[LANES / 4], most;
-    std::memcpy(parts, &x, sizeof x);
-    most = parts[0];
-    for (const FourInts part : parts) most = part > most ? part : most;
-    const int32_t bits = std::max(std::max(most[0], most[1]), std::max(most[2], most[3]));
-    float largest;
-    std::memcpy(&largest, &bits, sizeof largest);
-    return largest;
-}
-
 // The sums of every fourth lane.
 inline FourInts sums_of_fourths(Ints x) {
     FourInts parts[LANES / 4], sums{};
     std::memcpy(parts, &x, sizeof x);
     for (const FourInts part : parts) sums += part;
     return sums;
-}
-
-// The largest magnitude of some elements; NaN if there is one.
-template <typename T>
-float magnitude_of(const T* x, int64_t width) {
-    Ints most{};  // bits of floats: compared as integers, NaN is larger than all numbers
-    each(width, [&](int64_t i, auto n) {
-        const Ints size = (Ints)::load(x + i, n) & 0x7fffffff;
-        most = size > most ? size : most;
-    });
-    return largest_of_bits(most);
 }
 
 // Rounds elements of a row to multiples ("steps") of their largest magnitude / levels and calls put(i, steps) for every
@@ -59,8 +34,7 @@ float rounded_row(const T* x, int64_t width, const Levels& levels, Put put) {
         const Floats some = ::load(x + i, n);
         Ints steps = __builtin_convertvector(nearest(levels.largest ? some * inverse : some / step), Ints);
         steps = steps > top ? Ints{} + top : steps;  // with 127.5 levels, the largest would round up
-        for (int lane = n; lane < LANES; lane++) steps[lane] = 0;
-        put(i, steps);
+        put(i, first_lanes(steps, n));
     });
     return largest;
 }

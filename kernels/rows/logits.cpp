@@ -332,9 +332,8 @@ extern "C" void coppice_window_wins(int64_t threads, const float* tape, const in
     for (int64_t w = 0; w < rows * windows; w++) {
         Ints won{};
         each(width, [&](int64_t i, auto n) {
-            Ints above = load(tape + starts[w] + i, n) + sums[w] >= load(best + i, n);
-            for (int lane = n; lane < LANES; lane++) above[lane] = 0;
-            won -= above;
+            const Ints above = load(tape + starts[w] + i, n) + sums[w] >= load(best + i, n);
+            won -= first_lanes(above, n);
         });
         out[w] = 0;
         for (int lane = 0; lane < LANES && sums[w] > -INFINITY; lane++) out[w] += won[lane];

@@ -34,8 +34,7 @@ Moments moments(const T* x, int64_t width) {
     each(width, [&](int64_t i, auto n) { sum += load(x + i, n); });
     const float about = sum_of(sum) / width;
     each(width, [&](int64_t i, auto n) {
-        Floats part = load(x + i, n) - about;
-        for (int lane = n; lane < LANES; lane++) part[lane] = 0;
+        const Floats part = first_lanes(load(x + i, n) - about, n);
         left += part, squares += part * part;
     });
     const float rest = sum_of(left) / width;
@@ -61,12 +60,6 @@ void rotary(const T* x, const T* cos, const T* sin, T* out, int64_t head_dim, in
         store(second * c + first * s, out + half + i, n);
     });
     if (out != x) std::copy(x + dims, x + head_dim, out + dims);
-}
-
-// x times the logistic function of y.
-Floats times_sigmoid(Floats x, Floats y) {
-    const Floats e = exp2_of((y < 0 ? y : -y) * LOG2_E);  // the function is e / (1 + e) or 1 / (1 + e)
-    return x * (y < 0 ? e : all(1)) / (1 + e);
 }
 
 // x times the normal distribution function. The smaller tail is approximated, so neither tail loses precision.
@@ -139,7 +132,7 @@ Floats clamped_swiglu(Floats gate, Floats up) {
 // x times log(1 + e^y).
 Floats times_softplus(Floats x, Floats y) {
     Floats factors = y;
-    for (size_t i = 0; i < sizeof(Floats) / sizeof(float); i++)
+    for (int i = 0; i < LANES; i++)
         factors[i] = (y[i] < 0 ? 0 : y[i]) + std::log1p(std::exp(-std::abs(y[i])));
     return x * factors;
 }
