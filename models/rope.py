@@ -17,9 +17,11 @@ from torch import Tensor
 from kernels.stack import Angles
 from models.checkpoint.fields import Fields
 from models.errors import CheckpointError
+from models.trim import own_pages
 
 KINDS = {kind: kind for kind in ("default", "dynamic", "linear", "llama3", "longrope", "proportional", "yarn")}
 LEAST_KEPT = 256  # the fewest positions whose tables are kept
+BLOCK = 1024  # positions whose tables are computed at once: intermediate results take twice the memory of tables
 BUFFERS = (  # tables of rotations and positions in older checkpoints, which are computed here instead
     re.compile(r"(.+\.)?(rotary_emb\.((original_)?inv_freq|(cos|sin)_cached)|position_ids)"),
 )
@@ -217,15 +219,26 @@ class RotaryEmbedding:
     def angles(self, positions_T: Tensor, spans_T: Tensor, dtype: torch.dtype) -> Angles:
         """Return the tables of `cos_sin`; those that depend only on positions are kept for all up to the greatest.
 
-        They take a few hundred bytes per position, about 1% of the cache's bytes per position.
+        They take a few hundred bytes per position, about 1% of a float32 cache's bytes per position.
         """
         if self.config.kind in ("dynamic", "longrope"):
             return Angles(self.cos_sin(positions_T, spans_T, dtype))
         most, kept = max(positions_T.tolist()), self._kept
         if kept is None or most >= len(kept.tables[0]) or kept.tables[0].dtype != dtype:
-            positions_P = torch.arange(max(LEAST_KEPT, 1 << most.bit_length()))
-            kept = self._kept = Angles(self.cos_sin(positions_P, positions_P, dtype), by_position=True)
+            self._kept = kept = None  # before others take memory
+            step = max(LEAST_KEPT, 1 << most.bit_length() >> 3)
+            kept = self._kept = Angles(self._by_position((most // step + 1) * step, dtype), by_position=True)
         return kept
+
+    def _by_position(self, count: int, dtype: torch.dtype) -> tuple[Tensor, ...]:
+        """Return the tables of the first positions."""
+        tables: tuple[Tensor, ...] = ()
+        for positions_P in torch.arange(count).split(BLOCK):
+            rows = self.cos_sin(positions_P, positions_P, dtype)
+            tables = tables or tuple(own_pages((count, x.shape[1]), dtype) for x in rows)
+            for table, some in zip(tables, rows, strict=True):
+                table[positions_P] = some
+        return tables
 
     def cos_sin(self, positions_T: Tensor, spans_T: Tensor, dtype: torch.dtype) -> tuple[Tensor, ...]:
         """Return cos_TD and sin_TD in `dtype`, with equal halves, for int64 positions; then those of queries, if

@@ -1,9 +1,12 @@
 """Returns memory that the process no longer needs to the system."""
 
 import ctypes
+import math
 import mmap
 import re
+from collections.abc import Sequence
 
+import torch
 from torch import Tensor
 
 WORTHWHILE = 1 << 20  # the least bytes of a mapping, or of a matrix in one, that are worth a system call
@@ -44,6 +47,15 @@ def return_large_blocks() -> None:
     if _MALLOPT is not None:
         _MALLOPT(_M_MMAP_THRESHOLD, LARGE)
         _MALLOPT(_M_TRIM_THRESHOLD, 2 * LARGE)  # otherwise the heap would shrink and grow again all the time
+
+
+def own_pages(size: Sequence[int], dtype: torch.dtype) -> Tensor:
+    """A tensor of zeros in pages of its own: the system commits them one by one as they are first written, and gets
+    them back when the tensor is freed."""
+    area = mmap.mmap(-1, math.prod(size) * dtype.itemsize, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    if hasattr(mmap, "MADV_NOHUGEPAGE"):  # a huge page would commit 2 MB for the first byte
+        area.madvise(mmap.MADV_NOHUGEPAGE)
+    return torch.frombuffer(area, dtype=dtype).view(size)
 
 
 def release_libraries() -> None:

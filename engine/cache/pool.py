@@ -1,7 +1,5 @@
 """PagePool: the KV cache of one model, divided into pages that trees take and return."""
 
-import math
-import mmap
 import re
 from collections import Counter
 from collections.abc import Iterable, Sequence
@@ -16,6 +14,7 @@ from engine.errors import KVMemoryError
 from kernels.kv_write import kv_copier
 from kernels.layout import NULL_SLOT, TRASH_SLOT, CacheKind, DeltaKind, KVCache
 from models.shape import ModelShape
+from models.trim import own_pages
 
 FREE, CLAIMED, USED, IDLE = 0, 1, 2, 3
 
@@ -222,9 +221,5 @@ def _cache(
 
 def _reserve(size: Sequence[int], dtype: torch.dtype, device: torch.device | str) -> Tensor:
     """A tensor of zeros; on a CPU the operating system commits it page by page as it is first written."""
-    if torch.device(device).type != "cpu":
-        return torch.zeros(size, dtype=dtype, device=device)
-    area = mmap.mmap(-1, math.prod(size) * dtype.itemsize, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-    if hasattr(mmap, "MADV_NOHUGEPAGE"):  # a huge page would commit 2 MB for every head's first token
-        area.madvise(mmap.MADV_NOHUGEPAGE)
-    return torch.frombuffer(area, dtype=dtype).view(size)
+    cpu = torch.device(device).type == "cpu"
+    return own_pages(size, dtype) if cpu else torch.zeros(size, dtype=dtype, device=device)

@@ -196,8 +196,9 @@ class Stack:
         if prepared is None or prepared.stack is not self or prepared.cache is not cache:
             prepared = vars(layout)["_prepared"] = _Prepared(self, cache, layout)
         native.seen(layout, S)
-        if prepared.angles != [*map(id, angles)]:
+        if prepared.angles != (taken := _places(angles)):
             prepared.turn(angles)
+            prepared.angles = taken
         threads = prepared.problem.threads = torch.get_num_threads()
         heads = torch.empty(T * self.widths["heads"], dtype=self.dtype)
         pointers = x_TE.data_ptr(), *prepared.pointers, heads.data_ptr()
@@ -281,7 +282,7 @@ class _Prepared:
 
     Attributes:
         structures, pointers, sizes: arguments of C++.
-        angles: those that `turn` took last, by their identity.
+        angles: where those that `turn` took last lie. They are not held: tables that grow with a text take much memory.
     """
 
     def __init__(self, stack: Stack, cache: KVCache, layout: TreeLayout):
@@ -292,7 +293,7 @@ class _Prepared:
         conv = stack.convolved(cache, layout, T, S)
         sizes = torch.empty(T, 1, 1, dtype=stack.dtype, device="meta")  # each layer has its own
         self.problem = native.problem(sizes, cache.k_LGSD, native.seen(layout, S), 1.0, None, 1)
-        self.rotated, self.angles = stack.tables(), [-1]
+        self.rotated, self.angles = stack.tables(), [()]
         self.structures = *map(ctypes.addressof, (stack.described, self.problem, self.rotated)), len(self.rotated)
         self.pointers = ctypes.addressof(self.caches), layout.write_slots_T.data_ptr()
         self.sizes, self.paths = (T, S, *conv), None
@@ -313,7 +314,11 @@ class _Prepared:
             if R % 2 or most < R:
                 raise ValueError(f"angles: expected an even number of columns, at most {most}, got {R}")
             self.rotated[i] = *(x.data_ptr() for x in (*table[:2], *table[-2:])), R, rows if by_position else 0
-        self.held, self.angles = [*angles], [*map(id, angles)]
+
+
+def _places(angles: Sequence[Angles]) -> list[tuple[Any, ...]]:
+    """The addresses and sizes of tables; tables with the same ones need no `_Prepared.turn`."""
+    return [(by, x[0].dtype, *x[0].shape, *(y.data_ptr() for y in x)) for x, by in angles]
 
 
 def clocks() -> dict[str, float]:

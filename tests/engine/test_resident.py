@@ -175,3 +175,16 @@ def test_memory_comes_back_and_loading_peaks_one_matrix_above_the_result(tmp_pat
     assert after - before < 40 * MB and again - before < 40 * MB, told
     assert peak - max(steady, before) < (49 + 25) * MB, told
     assert steady - before < 240 * MB + 25 * MB, told
+
+
+def test_tables_of_angles_that_a_longer_text_replaced_are_let_go(tmp_path, no_collector):
+    """Prepared passes of all sizes would hold those that they used last."""
+    make(tmp_path / "model", layers=1, width=32, mlp=64, heads=2, vocab=512)
+    engine = Engine.load(tmp_path / "model", threads=1, kv_memory=8 * MB)
+    [rotary] = engine.runner.model.rotaries
+    tables = []
+    for length in (20, 300, 600):
+        engine.generate([[5] * length], REGISTRY["greedy"](), max_new_tokens=2, ignore_eos=True)
+        assert rotary._kept is not None
+        tables.append(weakref.ref(rotary._kept.tables[0]))
+    assert [table() is not None for table in tables] == [False, False, True]

@@ -315,3 +315,11 @@ def test_only_the_result_is_cast(dtype):
         rope.cos_sin(positions, positions, torch.float32), rope.cos_sin(positions, positions, dtype), strict=True
     ):
         assert cast.dtype == dtype and torch.equal(exact.to(dtype), cast)
+
+
+@pytest.mark.parametrize("places", [4096, 5000, 40000])
+def test_tables_of_long_texts_take_little_more_than_their_rows(places):
+    rope = RotaryEmbedding(rope_of({}))
+    rope.angles(torch.tensor([places - 1]), torch.tensor([places]), torch.float32)
+    assert rope._kept is not None
+    assert places <= len(rope._kept.tables[0]) <= places * 5 / 4
