@@ -153,7 +153,7 @@ class ModelJudge:
         if prompt > reach:
             raise UsageError(
                 f"the prompt has {prompt} tokens for the reward model, its context and cache hold {reach}",
-                remedy="shorten the prompt, or give --kv-memory more",
+                remedy="shorten the prompt, or give the KV cache more memory",
             )
 
     def rewards(self, responses: Sequence[Sequence[int]]) -> Generator[Evaluate, Answer, list[float]]:

@@ -43,7 +43,8 @@ class PagePool:
         stores: the rows and states of recurrent layers; None: the model has no such layers.
         row_bytes, state_bytes: bytes of one row and of one state, in all layers.
         budget_page_bytes: bytes of `kv_memory` per page: of this model's, and of all else that shares `kv_memory`.
-        limit: the `memory` of the process that left this pool its bytes; None: `kv_memory` or the machine did.
+        limit: the `memory` of the process that left this pool its bytes, see `bound`; None: `kv_memory` or the machine
+            did.
         device: the device of the cache and of log-probabilities. A search that reads rows after the answer makes the
             host wait for a GPU; use `Evaluate.read` there instead.
     """
@@ -89,6 +90,17 @@ class PagePool:
     @property
     def page_bytes(self) -> int:
         return self.page_size * self.bytes_per_token
+
+    @property
+    def flag(self) -> str:
+        """The flag that gives this pool more memory."""
+        return "--kv-memory" if self.limit is None else "--memory"
+
+    def bound(self, limit: int | None) -> None:
+        """Set `limit`."""
+        self.limit = limit
+        for store in () if self.stores is None else (self.stores.rows, self.stores.states):
+            store.flag = self.flag
 
     def cache_prefixes(self, most: int, most_rows: int, most_states: int) -> None:
         """Keep prefixes of finished requests, in at most this many idle pages, rows and states."""
@@ -136,7 +148,7 @@ class PagePool:
         if self.used_pages == self.pages:
             raise KVMemoryError(
                 f"the KV cache is full: all {self.pages} pages of {self.page_size} tokens are in use",
-                remedy="give --kv-memory more, or ask for fewer beams or new tokens",
+                remedy=f"give {self.flag} more, or ask for fewer beams or new tokens",
             )
         page = wish if wish is not None and self.is_free(wish) else self._state.rfind(FREE)
         if page < 0:

@@ -26,11 +26,13 @@ class Store:
     Attributes:
         evict: drops entries of cached prefixes when none is free; returns whether there were any.
         others: place -> number of its holders after the first.
+        flag: see `PagePool.flag`.
     """
 
     def __init__(self, first: int, count: int, name: str):
         self.count, self.name, self.used = count, name, 0
         self.evict: Callable[[], bool] = lambda: False
+        self.flag = "--kv-memory"
         self.others: Counter[int] = Counter()
         self._free = [*range(first, first + count)]
 
@@ -41,7 +43,7 @@ class Store:
         if not self._free:
             raise KVMemoryError(
                 f"the KV cache is full: all {self.count} {self.name} of recurrent layers are in use",
-                remedy="give --kv-memory more, or ask for fewer beams or new tokens",
+                remedy=f"give {self.flag} more, or ask for fewer beams or new tokens",
             )
         self.used += 1
         return heapq.heappop(self._free)

@@ -193,7 +193,7 @@ def check_memory(pool: PagePool, search: Search, prompt: int, new: int, share: f
     if least <= room:
         return
     pages = -(-least // pool.page_size) + (least > prompt)  # trunk and branches may each leave a page half empty
-    remedies = [f"give {'--kv-memory' if pool.limit is None else '--memory'} at least {_budget(pool, pages, share)}"]
+    remedies = [f"give {pool.flag} at least {_budget(pool, pages, share)}"]
     if most > least:
         pages = math.ceil((most + 2 * (pool.page_size - 1)) / pool.page_size)
         remedies[0] += f" (it may need {_budget(pool, pages, share)})"

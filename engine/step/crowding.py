@@ -28,7 +28,7 @@ def check_share(job: Job, running: Sequence[Job], pool: PagePool, share: float) 
         raise KVMemoryError(
             f"the KV cache holds {pool.pages} pages of {pool.page_size} tokens, of which one client may have "
             f"{int(share * pool.pages)}",
-            remedy="give --kv-memory more, or ask for fewer beams or new tokens",
+            remedy=f"give {pool.flag} more, or ask for fewer beams or new tokens",
         )
 
 

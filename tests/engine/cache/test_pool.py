@@ -4,7 +4,9 @@ import pytest
 import torch
 
 from engine.cache.pool import PagePool
+from engine.cache.states import Stores
 from engine.errors import KVMemoryError
+from kernels.layout import DeltaKind
 from tests.engine.cache.test_tree import SHAPE, pool_of
 from tests.invariants import check_pool
 
@@ -41,3 +43,15 @@ def test_null_and_trash_slots_are_never_given_out():
     pool = pool_of(3)
     assert 0 not in [pool.take() for _ in range(3)]
     assert pool.cache.k_LGSD[:, :, :4].eq(0).all() and torch.isnan(pool.cache.k_LGSD[:, :, 4:]).all()
+
+
+@pytest.mark.parametrize("limit, flag", [(None, "--kv-memory"), (1 << 30, "--memory")])
+def test_a_full_pool_names_the_flag_that_bounds_it(limit, flag):
+    pool, stores = pool_of(1), Stores(DeltaKind(1, 1, 1, 1, taps=4), rows=1, states=1)
+    pool.stores = stores
+    pool.bound(limit)
+    pool.take()
+    stores.take(0)
+    for take in (pool.take, lambda: stores.take(0)):
+        with pytest.raises(KVMemoryError, match=f"give {flag} more, or"):
+            take()

@@ -8,7 +8,7 @@ from engine.errors import KVMemoryError
 from engine.step.crowding import TIMES_TO_GIVE_WAY, check_share, held_pages, who_gives_way
 from engine.step.jobs import Job
 
-POOL = SimpleNamespace(pages=10, page_size=16)
+POOL = SimpleNamespace(flag="--kv-memory", pages=10, page_size=16)
 
 
 def job(client, pages, gave_way=0, pool=POOL):
