@@ -101,7 +101,7 @@ class Engine:
         allowed = MemoryLimits(options.kv_bytes) if options.memory is None else allow(options)
         models = load_models(options, allowed.cache, allowed.experts)
         for role, model in models.items():
-            model.runner.pool.bound(allowed.limit)
+            model.runner.pool.bound(allowed.limit, allowed.beside)
             model.runner.most_rows = None if role == "reward" else allowed.rows
         if options.prefix_cache == "on":
             for model in models.values():

@@ -43,6 +43,7 @@ class PagePool:
         stores: the rows and states of recurrent layers; None: the model has no such layers.
         row_bytes, state_bytes: bytes of one row and of one state, in all layers.
         budget_page_bytes: bytes of `kv_memory` per page: of this model's, and of all else that shares `kv_memory`.
+        limit_page_bytes: the same of `limit`.
         limit: the `memory` of the process that left this pool its bytes, see `bound`; None: `kv_memory` or the machine
             did.
         device: the device of the cache and of log-probabilities. A search that reads rows after the answer makes the
@@ -71,6 +72,7 @@ class PagePool:
         self.stores = None if shape.delta is None else Stores(shape.delta, rows, states)
         self.row_bytes, self.state_bytes = shape.row_bytes, shape.state_bytes
         self.budget_page_bytes = self.page_bytes
+        self.limit_page_bytes = self.page_bytes
         self.limit: int | None = None
         self.cache = _cache(shape, slots, dtype, device, rows, states)
         self.device = self.cache.k_LGSD.device
@@ -96,9 +98,9 @@ class PagePool:
         """The flag that gives this pool more memory."""
         return "--kv-memory" if self.limit is None else "--memory"
 
-    def bound(self, limit: int | None) -> None:
-        """Set `limit`."""
-        self.limit = limit
+    def bound(self, limit: int | None, beside: int = 0) -> None:
+        """Set `limit`, and the bytes of `limit` beside the cache for each token."""
+        self.limit, self.limit_page_bytes = limit, self.budget_page_bytes + self.page_size * beside
         for store in () if self.stores is None else (self.stores.rows, self.stores.states):
             store.flag = self.flag
 

@@ -51,6 +51,7 @@ TOKENIZER_LEAST, ENTRY = 2 << 20, 240  # bytes of a tokenizer.json in memory, an
 MERGED = 145  # bytes for each of those of a GGUF file with merges, which are not read from JSON
 READING = 2.5  # bytes in memory while a tokenizer is read, for a byte that it takes later: 1.7 to 3.0 measured
 ARENA = 72 << 20  # address space of a thread: its stack, and what malloc reserves for it
+LISTED = 120  # bytes of a token in Python's lists of tokens and pages, and in prepared passes
 RESERVED = max(NULL_SLOT, TRASH_SLOT) + 1  # slots that no tree gets
 BEAMS = (1, 4, 15)  # numbers of beams in the table
 
@@ -67,6 +68,8 @@ class MemoryPlan:
         rows: rows of log-probabilities of a pass that `lines` count.
         row: bytes of another one, all models together.
         start: bytes while the target's tokenizer is read, before its weights.
+        beside: bytes beyond the cache for each token of a text, all models together.
+        longest: tokens of the longest text that may be; 0: no limit.
     """
 
     lines: Mapping[str, int]
@@ -76,6 +79,8 @@ class MemoryPlan:
     rows: int = TOKENS
     row: int = 0
     start: int = 0
+    beside: int = 0
+    longest: int = 0
 
     @property
     def fixed(self) -> int:
@@ -86,13 +91,19 @@ class MemoryPlan:
         """Bytes of a cache for some tokens, and for the slots that no tree gets."""
         return max((tokens + RESERVED) * self.token, self.least)
 
+    def texts(self, tokens: int) -> int:
+        """Bytes beyond the cache for a text of as many tokens as a cache for `tokens` tokens may hold."""
+        return self.beside * min(tokens, self.longest or tokens)
+
     def total(self, tokens: int) -> int:
         """The most bytes of everything, with a cache for `tokens` tokens."""
-        return max(self.fixed + self.cache(tokens), self.start)
+        return max(self.fixed + self.cache(tokens) + self.texts(tokens), self.start)
 
     def left(self, memory: int) -> int:
         """Bytes that are left for slots of the cache."""
-        return memory - self.fixed - RESERVED * self.token
+        left = memory - self.fixed - RESERVED * self.token
+        shared = left * self.token // (self.token + self.beside)
+        return max(shared, left - self.beside * self.longest) if self.longest else shared
 
     def more_rows(self, free: int) -> int:
         """Rows of log-probabilities that some free bytes hold, beyond those that `lines` count."""
@@ -113,6 +124,8 @@ class MemoryPlan:
     def spelled(self, tokens: int, needs: str) -> str:
         """The sum, line by line."""
         rows = {**self.lines, f"cache for {tokens} tokens ({needs})": self.cache(tokens)}
+        if texts := self.texts(tokens):
+            rows["rotary tables and lists of tokens"] = texts
         if more := self.total(tokens) - sum(rows.values()):
             rows["more than that while the tokenizer is read"] = more
         width = max(map(len, rows))
@@ -136,6 +149,7 @@ def plan(options: LoadOptions, workload: Workload, runtime: int | None = None) -
     lines = {"runtime: Python, torch, kernels": runtime_bytes() if runtime is None else runtime}
     token, shapes, experts, rows, row, start = 0, list[ModelShape](), None, TOKENS, 0, sum(lines.values())
     auto_drafts = options.place.size == 1 and options.compile == "off" and not cpp.why_not()  # see `chosen_drafter`
+    beside = 0
     drafts = auto_drafts if options.drafts == "auto" else options.drafts != "off"
     folders = {**options.folders, **({"draft": options.folder} if options.drafts == "mtp" else {})}
     for role, folder in folders.items():
@@ -165,11 +179,14 @@ def plan(options: LoadOptions, workload: Workload, runtime: int | None = None) -
         counted, each = _rows(size, precision.dtype, workload, drafts and role != "reward")
         lines[f"{name} scratch of a pass".strip()] = _scratch(size, precision.dtype) + counted * each
         rows, row = counted if role == "target" else rows, row + each * (role != "reward")
+        beside += _beside(size, precision.dtype)
         token += size.shape.kv_bytes_per_token(dtype_of_cache(options.kv_dtype, precision.dtype))
         shapes.append(size.shape)
     if drafts and options.drafts in ("suffix", "auto"):
         lines["suffix store, when full"] = full_store_bytes()
-    return MemoryPlan(lines, token * shares_of(shapes), least_stores(shapes), experts, rows, row, start)
+    longest = shapes[0].max_positions if options.context is None else options.context
+    token *= shares_of(shapes)
+    return MemoryPlan(lines, token, least_stores(shapes), experts, rows, row, start, beside, longest)
 
 
 class MemoryLimits(NamedTuple):
@@ -180,12 +197,14 @@ class MemoryLimits(NamedTuple):
         experts: bytes of experts; None: all fit.
         limit: that memory, if the cache gets what the rest leaves of it.
         rows: rows of log-probabilities that searches may request in a pass; None: as many as a pass has tokens.
+        beside: bytes beyond the cache for each token.
     """
 
     cache: int | None
     experts: int | None = None
     limit: int | None = None
     rows: int | None = None
+    beside: int = 0
 
 
 def allow(options: LoadOptions) -> MemoryLimits:
@@ -220,11 +239,13 @@ def allow(options: LoadOptions) -> MemoryLimits:
             remedy="leave out --kv-memory, or lower it",
         )
     spare = memory - planned.total(least)
-    cache = left - spare // 2 if experts is not None else left - planned.more_rows(spare // ROWS_PART) * planned.row
+    more = planned.more_rows(spare // ROWS_PART) * planned.row
+    cache = left - spare // 2 if experts is not None else planned.left(memory - more)
     cache = kv_memory if kv_memory is not None else min(cache, MAX_TOKENS * planned.token)
     if experts is not None:
         return MemoryLimits(cache, min(experts.least + left - cache, experts.every), rows=planned.most_rows(0))
-    return MemoryLimits(cache, limit=memory if kv_memory is None else None, rows=planned.most_rows(left - cache))
+    limit, free = memory if kv_memory is None else None, memory - planned.total(cache // planned.token)
+    return MemoryLimits(cache, None, limit, planned.most_rows(free), planned.beside)
 
 
 def _remedies(options: LoadOptions, memory: int, workload: Workload, needed: int) -> str:
@@ -296,6 +317,13 @@ def _rows(size: ModelSize, dtype: torch.dtype, workload: Workload, drafts: bool)
     vocab_size = size.config.vocab_size
     drafted = most_drafted(vocab_size) if drafts and not getattr(workload.search, "drafts_itself", False) else 0
     return min(TOKENS, workload.rows + workload.parallel * drafted), vocab_size * (max(dtype.itemsize, 2) + 2 * 4)
+
+
+def _beside(size: ModelSize, dtype: torch.dtype) -> int:
+    """Bytes for each token of a text beyond the cache, see `RotaryEmbedding.angles`."""
+    kept = (rope for rope in size.config.tables() if rope.kind not in ("dynamic", "longrope"))
+    rotary = sum((4 if rope.growth else 2) * rope.head_dim * dtype.itemsize for rope in kept)
+    return rotary * 5 // 4 + LISTED
 
 
 def _scratch(size: ModelSize, dtype: torch.dtype) -> int:
@@ -413,7 +441,7 @@ def table(options: LoadOptions, search_of: Any, new: int) -> str:
                 rows.append(["own" if own else quant, w, dtype, k, str(beams), str(tokens), s, r, t])
                 if memory is not None:
                     more = planned.row * planned.more_rows((memory - planned.total(work.slots[0])) // ROWS_PART)
-                    rows[-1].append(str(max(0, (planned.left(memory) - more) // planned.token)))
+                    rows[-1].append(str(max(0, planned.left(memory - more) // planned.token)))
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     lines = [
         "  ".join(f"{x:{n}}" if i in (0, 2) else f"{x:>{n}}" for i, (x, n) in enumerate(zip(row, widths, strict=True)))

@@ -239,9 +239,10 @@ def check_rows(most: int | None, search: Search) -> None:
 
 def _budget(pool: PagePool, pages: int, share: float) -> str:
     """The `kv_memory`, or the `memory` if that left the pool its bytes, of which a share holds some pages."""
-    missing = (math.ceil(pages / share) - pool.pages) * pool.budget_page_bytes
+    wanted = math.ceil(pages / share)
     if pool.limit is None:
-        return size_text(pool.pages * pool.budget_page_bytes + missing, math.ceil)
+        return size_text(wanted * pool.budget_page_bytes, math.ceil)
+    missing = (wanted - pool.pages) * pool.limit_page_bytes
     return size_text(pool.limit + math.ceil(missing * ROWS_PART / (ROWS_PART - 1)), math.ceil)
 
 

@@ -686,3 +686,33 @@ def test_refusals_on_the_command_line(tmp_path, capsys, monkeypatch):
     with pytest.raises(SystemExit) as stop:
         main(["--memory", "lots"])
     assert stop.value.code == 2 and demo_folder().is_dir()
+
+
+LONG = """
+import sys
+from pathlib import Path
+from engine import Engine, LoadOptions
+from engine.load.budget import peak, plan
+from engine.load.sizes import Workload
+from search import Greedy
+folder, tokens = sys.argv[1], int(sys.argv[2])
+work = Workload(Greedy(), tokens, 4, grammars=False)
+for _ in range(2):  # the first plan leaves code in memory
+    memory = plan(LoadOptions(folder), work).total(tokens + 8) + (2 << 20)
+Path("/proc/self/clear_refs").write_text("5")
+engine = Engine.load(folder, workload=work, memory=memory, threads=1)
+engine.generate([[5 + i * i % 900 for i in range(tokens)]], Greedy(), max_new_tokens=4, ignore_eos=True)
+print(memory, peak())
+"""
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
+def test_long_texts_are_counted(tmp_path):
+    """A small cache per token: what else grows with a text takes as much."""
+    random_checkpoint.make(
+        tmp_path / "model", layers=1, width=64, mlp=128, heads=2, vocab=2000, max_positions=1 << 16, dtype="float32"
+    )
+    command = [sys.executable, "-c", LONG, str(tmp_path / "model"), "60000"]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=300, check=True)
+    memory, peak = map(int, done.stdout.split())
+    assert memory / 1.15 < peak <= memory, (memory / MB, peak / MB)
