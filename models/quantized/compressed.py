@@ -177,7 +177,7 @@ def _scheme(group: Fields, fields: Fields) -> Scheme | None:
     """Return the scheme of a group; None: floats. Raises CheckpointError if it is not supported."""
     if not any(group.sub(name) for name in ("weights", "input_activations", "output_activations")):
         return None
-    layout, weights = group.str("format", None) or fields.str("format", ""), group.sub("weights")
+    layout, weights = group.str("format", None) or fields.str("format", ""), _arguments(group, "weights")
     if weights is None:
         raise unsupported(fields, f"compressed-tensors that rounds activations of {p.names(group, 'targets')} alone")
     if layout not in FORMATS:
@@ -202,6 +202,14 @@ def _scheme(group: Fields, fields: Fields) -> Scheme | None:
     return Integers(layout == "pack-quantized", bits, grid, zeros, ordered, stepped)
 
 
+def _arguments(group: Fields, name: str) -> Fields | None:
+    """Return how a group's weights or activations are quantised, with names in lower case, as the package reads them;
+    None: not at all."""
+    if (own := group.sub(name)) is None:
+        return None
+    return own.changed({key: text.lower() for key in ("type", "strategy") if (text := own.str(key, None)) is not None})
+
+
 def _grid(weights: Fields, fields: Fields) -> Grid:
     """Return which weights share a scale."""
     size = weights.int("group_size", None, low=-1)
@@ -222,7 +230,7 @@ def _check_inputs(group: Fields, kind: str, fields: Fields) -> None:
     127.5 and rounds. If the largest is negative it becomes a tie, -127.5, so that the last bit of a sum decides between
     -127 and -128: two correct implementations differ as much as either does from floats (1e-2 of the logits' spread).
     """
-    inputs = group.sub("input_activations")
+    inputs = _arguments(group, "input_activations")
     if inputs is None:
         return
     own = inputs.str("type", "int"), inputs.int("num_bits", 8)
@@ -239,7 +247,7 @@ def _stepped(group: Fields, kind: str, fields: Fields) -> tuple[str, ...]:
     """Return which activations have static steps of 8 bits, `INPUT` and `OUTPUT`."""
     found = list[str]()
     for name, scale in (("input_activations", INPUT), ("output_activations", OUTPUT)):
-        if (own := group.sub(name)) is None:
+        if (own := _arguments(group, name)) is None:
             continue
         whole = kind == "int" and own.str("type", "int") == "int" and own.int("num_bits", 8) == 8
         alike = own.str("strategy", None) in (None, "tensor") and own.int("group_size", None, low=-1) is None

@@ -57,7 +57,8 @@ class Float8(Scheme):
 
 def parse(fields: Fields) -> Uniform:
     """Read a config of method fp8. Raises CheckpointError if it is not supported."""
-    fields.choice("activation_scheme", {"dynamic", "static"}, "dynamic")
+    scheme = fields.str("activation_scheme", "dynamic").lower()  # as in transformers
+    fields.changed({"activation_scheme": scheme}).choice("activation_scheme", {"dynamic", "static"})
     if (kind := fields.str("fmt", "e4m3")) != "e4m3":
         raise unsupported(fields, f"fp8 of kind {kind!r} (read: e4m3)")
     names(fields, "modules_to_not_convert")

@@ -699,6 +699,18 @@ def test_exponents_of_float8(dtype, tmp_path):
     refused(tmp_path / "none" / "fp8_block", "weight_scale_inv has values that are no numbers")
 
 
+@pytest.mark.parametrize("lower, upper", [
+    ({"quant_method": "fp8", "activation_scheme": "dynamic"}, {"quant_method": "fp8", "activation_scheme": "Dynamic"}),
+    *((pack(type="int", num_bits=8, strategy=sharing, **size) | form, pack(type="INT", num_bits=8,
+                                                                       strategy=sharing.upper(), **size) | form)
+      for sharing, size in (("channel", {}), ("group", {"group_size": 32}))
+      for form in ({"quant_method": "compressed-tensors", "format": "pack-quantized"},)),
+])  # fmt: skip
+def test_the_case_of_names_as_in_the_packages(lower, upper):
+    """compressed-tensors lower-cases types and strategies, transformers the scheme of float8's activations."""
+    assert config_of(**upper).scheme(Q_PROJ, LINEAR) == config_of(**lower).scheme(Q_PROJ, LINEAR)
+
+
 @pytest.mark.parametrize("method, size", [("block", [24, 16]), ("row", None), ("tensor", None)])
 def test_inverse_scales_of_gptqmodel(method, size):
     """It divides by what others multiply by, under the same name."""
