@@ -258,7 +258,8 @@ class Config:
         clip: queries, keys and values lie between -clip and clip, after head norms and before the rotation.
         query_gate: attention's output is multiplied by the sigmoid of gates, which the query matrix produces "below"
             the queries of each head, or a separate matrix ("apart").
-        head_gates: each head of attention's output is multiplied by the sigmoid, or "softplus", of a matrix's output.
+        head_gates: each head of attention's output is multiplied by the sigmoid, or "softplus", of a matrix's output;
+            "elements": each element is multiplied by the softplus of an output.
         sub_norms: the inputs of the last matrices of attention and of the MLP are normed.
         activation: the MLP's, see `kernels.rows.activation`; or `XIELU`, if the MLP is not gated.
         gated: the MLP multiplies its activated half by the other half.
@@ -331,7 +332,7 @@ class Config:
     grouped_qkv: Literal["", "head", "quarters"] = ""
     clip: float | None = None
     query_gate: Literal["", "below", "apart"] = ""
-    head_gates: bool | Literal["softplus"] = False
+    head_gates: bool | Literal["softplus", "elements"] = False
     sub_norms: bool = False
     attention_bias: bool = False
     out_bias: bool | Literal["last"] | None = None

@@ -50,9 +50,12 @@ class Attention(nn.Module):
         self.norms_last, self.table, self.clip = c.norms_last, c.table(index), c.clip
         self.scale, self.window, self.cap = c.scale(index), c.window(index), c.attention_cap
         self.chunked = c.chunks and self.window is not None
-        gates = None if part.sinks is None else [part.sinks]
-        self.gate = weights.linear(layer + names.head_gate, outs=gates) if c.head_gates else None
-        self.softplus = c.head_gates == "softplus"
+        elements = c.head_gates == "elements"
+        gates = part.heads if elements else part.sinks
+        outs = None if gates is None else [gates]
+        self.gate = weights.linear(layer + names.head_gate, outs=outs) if c.head_gates else None
+        self.softplus = c.head_gates in ("softplus", "elements")
+        self.gated = Heads(0, queries * size, 0, 0, 1, 0) if elements else self.heads
         sub = c, weights, layer + names.attention_sub_norm, part.heads
         self.sub_norm = norm_of_part(*sub) if c.sub_norms else None
         self.out_scale = c.output_factors.attention
@@ -83,7 +86,7 @@ class Attention(nn.Module):
         if self.heads.gates:
             yield Call("gate", target="mixed", **on_heads)
         if self.gate is not None:
-            yield Call("gate", "gates", "mixed", heads=self.heads, softplus=self.softplus)
+            yield Call("gate", "gates", "mixed", heads=self.gated, softplus=self.softplus)
         if self.sub_norm is not None:
             yield Call("norm", "mixed", "mixed", norm=self.sub_norm)
         yield Call("product", "mixed", "out", matrix=self.out)

@@ -240,7 +240,7 @@ class Names:
             if c.sinks:
                 shapes[self.sinks] = (c.query_heads(i),)
             if c.head_gates:
-                shapes |= self._stored(self.head_gate, (c.query_heads(i), c.width))
+                shapes |= self._stored(self.head_gate, (q if c.head_gates == "elements" else c.query_heads(i), c.width))
         return shapes
 
     def mlp(self, c: Config, i: int) -> dict[str, tuple[int, ...]]:

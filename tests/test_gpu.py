@@ -35,7 +35,7 @@ FAMILIES = [  # of each a variant with windows, layers without rotation, or what
     *("experts/qwen3_5_recurrent", "experts/qwen3_next_recurrent", "granite/scans_experts", "kimi_linear/plain"),
     *("kimi_linear/kinds", "bailing_hybrid/plain", "bailing_hybrid/unbounded", "zamba2/plain", "zamba2/bias"),
     *("deepseek/dense", "deepseek/groups", "deepseek/three", "deepseek/three_halves", "deepseek/glm"),
-    *("mistral/mistral4", "laguna/plain"),
+    *("mistral/mistral4", "laguna/plain", "laguna/elements"),
     *("llama4/plain", "llama4/steps", "relatives/dbrx", "relatives/kolibri"),
     *("experts/lfm2", "experts/phi", "experts/qwen2_windows", "gpt_oss/mxfp4", "gpt_oss/plain"),
 ]

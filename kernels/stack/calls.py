@@ -12,7 +12,9 @@ REGISTERS = (
     "out",  # E: the output of attention or of a convolution
     "heads",  # see `Heads`
     "mixed",  # H D: what attention makes of the values
-    "gates",  # 3 E: what a convolution reads; as wide as it is, what a layer with a state reads; or H, gates of heads
+    # 3 E: what a convolution reads; as wide as it is, what a layer with a state reads; or gates: H of heads, or H D of
+    # elements
+    "gates",
     "convolved",  # E; the result of a layer with a state
     "up",  # M, or 2 M of a gated MLP
     "middle",  # M
@@ -44,6 +46,7 @@ CODES = (
     "adapt",  # target += what the adapters of tokens make of source
     "mix",  # target = what the experts of `mixture` make of source; what is `beside` it chooses them
     # target *= the logistic function, or the `softplus`, of the gates in source: those of "heads", or one for each head
+    # (of one element, where each has its own)
     "gate",
     "recur",  # target = the gated delta net `delta` of source, with the rows and states of `table`
     "scan",  # target = the selective scan `delta` of source, with the same

@@ -121,7 +121,7 @@ class _Following:
         return heads.queries * heads.size
 
     def _gate(self, call: Call, now: Widths) -> int:
-        heads = call.heads if call.target == "values" and call.heads else self._heads(call, now)
+        heads = call.heads if call.source == "gates" and call.heads else self._heads(call, now)
         gates = heads.gates or now[call.source]
         if gates != heads.queries or now[call.target] != heads.queries * heads.size:
             raise ValueError(f"gate: expected gates of {heads.queries} heads, got {gates} of {heads}")

@@ -1,4 +1,4 @@
-"""Laguna (Poolside 2026): heads that differ by layer, each with a gate; experts that sigmoids choose."""
+"""Laguna (Poolside 2026): heads that differ by layer, with gates of heads or elements; experts that sigmoids choose."""
 
 from models.checkpoint.fields import Fields
 from models.config import FULL, SLIDING, Config, Uneven
@@ -12,15 +12,16 @@ ROPES = {
 
 
 class Laguna(Decoder):
-    """Each head's output is multiplied by the softplus of a number; each kind of layer has its own rotary table."""
+    """Heads, or their elements, are multiplied by the softplus of a number; each kind of layer has its own rotary
+    table."""
 
     architectures = ("LagunaForCausalLM",)
     default_eos_token_ids = frozenset()
 
     @staticmethod
     def read(fields: Fields) -> Config:
-        if fields.config.get("gating", True) not in (True, "per-head"):
-            raise fields.error("gating", "true or per-head: gates of single elements are not supported")
+        if (gating := fields.config.get("gating", True)) not in (True, "per-head", "per-element"):
+            raise fields.error("gating", "true, per-head or per-element")
         if fields.bool("moe_apply_router_weight_on_input", default=False):
             raise fields.error("moe_apply_router_weight_on_input", "false: transformers does not support it")
         if fields.float("moe_router_logit_softcapping", default=0.0, low=0.0):
@@ -38,6 +39,7 @@ class Laguna(Decoder):
         ):
             raise fields.error("num_attention_heads_per_layer", f"{layers} multiples of num_key_value_heads {shared}")
         kinds = layer_types(fields, [FULL] * layers)
+        window = None if fields.config.get("sliding_window") == 0 else window_of(fields, 512)  # 0 in Laguna M.1
         nested = fields.config.get("rope_parameters")
         if nested is None:
             fields = fields.changed({"rope_parameters": ROPES})
@@ -66,8 +68,8 @@ class Laguna(Decoder):
         return Config(
             **options,
             head_norms="each",
-            head_gates="softplus",
-            windows=windows(fields, kinds, window_of(fields, 512)),
+            head_gates="elements" if gating == "per-element" else "softplus",
+            windows=windows(fields, kinds, window),
             ropes=ropes(fields, kinds, size, options["max_positions"], bases, partial=1.0),
             uneven=kept if len({*heads, options["heads"]}) > 1 else None,
             experts=mixed,

@@ -22,6 +22,10 @@ CHANGES: dict[str, dict[str, Any]] = {
     "bias": {
         "attention_bias": True, "mlp_layer_types": ["sparse", "dense", "sparse"], "moe_routed_scaling_factor": 2.5,
         "rope_parameters": {FULL: YARN, SLIDING: {"rope_type": "default", "rope_theta": 5000.0}}},
+    "elements": {  # as in Laguna M.1
+        "gating": "per-element", "sliding_window": 0, "layer_types": ABSENT, "num_attention_heads_per_layer": ABSENT,
+        "mlp_layer_types": ["dense", "sparse", "sparse"],
+        "rope_parameters": {FULL: YARN | {"beta_fast": 64.0, "partial_rotary_factor": 1.0}}},
     "defaults": dict.fromkeys(("layer_types", "num_attention_heads_per_layer", "gating", "sliding_window"), ABSENT),
 }  # fmt: skip
 VARIANTS = variants(CONFIG, CHANGES, dict.fromkeys(CHANGES, BORDER))

@@ -57,6 +57,7 @@ VARIANTS = (
     "granite/hybrid",
     "hunyuan/plain",
     "lfm3/plain",
+    "laguna/elements",
     "llama/gqa",
     "mistral/ministral3",
     "phi/qk_layernorm",

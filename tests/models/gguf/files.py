@@ -705,7 +705,8 @@ class File:
         if self.arch == "laguna":
             size, ropes = own["head_dim"], own["rope_parameters"]
             yield "attention.head_count", own.get("num_attention_heads_per_layer", own["num_attention_heads"])
-            yield "rope.dimension_count_swa", int(size * ropes["sliding_attention"].get("partial_rotary_factor", 1))
+            share = ropes.get("sliding_attention", {}).get("partial_rotary_factor", 1)
+            yield "rope.dimension_count_swa", int(size * share)
         if self.arch in ("laguna", "hy_v3"):
             yield from (("expert_gating_func", 2), ("expert_weights_scale", c.experts.routing.scale))
             yield "expert_shared_feed_forward_length", c.experts.shared_width
