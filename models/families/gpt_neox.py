@@ -3,6 +3,7 @@ Japanese one (ABEJA 2022) one after the other."""
 
 import re
 from dataclasses import replace
+from typing import Any
 
 from models.checkpoint.fields import Fields
 from models.config import Config
@@ -31,7 +32,7 @@ class GPTNeoX(Decoder):
     @staticmethod
     def read(fields: Fields) -> Config:
         return Config(
-            **rotary(_named(fields), positions=2048, activation="gelu", partial=0.25, bias=True),
+            **_options(fields, partial=0.25, bias=True),
             norm_eps=fields.float("layer_norm_eps", default=1e-5, low=0.0),
             rms=False,
             gated=False,
@@ -59,7 +60,7 @@ class GPTNeoXJapanese(Decoder):
     def read(fields: Fields) -> Config:
         width = fields.int("hidden_size") * fields.int("intermediate_multiple_size", default=4, high=2**8)
         return Config(
-            **rotary(_named(fields), positions=2048, activation="gelu", partial=1.0, tied=True, mlp_width=width),
+            **_options(fields, partial=1.0, tied=True, mlp_width=width),
             norm_eps=fields.float("layer_norm_eps", default=1e-5, low=0.0),
             rms=False,
             gated=False,
@@ -68,10 +69,14 @@ class GPTNeoXJapanese(Decoder):
         )
 
 
-def _named(fields: Fields) -> Fields:
-    """Return the fields by the names that `rotary` reads."""
+def _options(fields: Fields, **own: Any) -> dict[str, Any]:
+    """Read what `rotary` reads, by the names that fields have here."""
     given = {
         "rope_theta": fields.config.get("rotary_emb_base"),
         "partial_rotary_factor": fields.config.get("rotary_pct"),
     }
-    return fields.changed({"head_dim": None, "num_key_value_heads": None, **given})
+    named = fields.changed({"num_key_value_heads": None, **given})
+    options = rotary(named, positions=2048, activation="gelu", **own)
+    if options["head_dim"] * options["heads"] != options["width"]:
+        raise fields.error("head_dim", "hidden_size / num_attention_heads, or nothing")
+    return options

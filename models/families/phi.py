@@ -46,9 +46,12 @@ class Persimmon(Decoder):
 
     @staticmethod
     def read(fields: Fields) -> Config:
-        named = fields.changed({"head_dim": None, "num_key_value_heads": None})
+        named = fields.changed({"num_key_value_heads": None})
+        options = rotary(named, positions=16384, activation="relu2", partial=0.5, even=True)
+        if options["head_dim"] * options["heads"] != options["width"]:
+            raise fields.error("head_dim", "hidden_size / num_attention_heads, or nothing")
         return Config(
-            **rotary(named, positions=16384, activation="relu2", partial=0.5, even=True),
+            **options,
             norm_eps=fields.float("layer_norm_eps", default=1e-5, low=0.0),
             head_norms="each" if fields.bool("qk_layernorm", default=True) else "",
             rms=False,

@@ -52,6 +52,9 @@ def read(architecture, **changes):
     [
         ("StableLmForCausalLM", "head_dim", {"head_dim": 16}),
         ("HeliumForCausalLM", "head_dim", {"head_dim": 16}),
+        ("GPTNeoXForCausalLM", "head_dim", {"head_dim": 16}),
+        ("GPTNeoXJapaneseForCausalLM", "head_dim", {"head_dim": 16}),
+        ("PersimmonForCausalLM", "head_dim", {"head_dim": 16}),
         ("BloomForCausalLM", "hidden_size: expected a multiple", {**BLOOM, "n_embed": 30}),
         ("MptForCausalLM", r"attn_config\.alibi: expected true", {**MPT, "attn_config": {"alibi": False}}),
         ("MptForCausalLM", r"attn_config\.qk_ln: expected false", {**MPT, "attn_config": {"qk_ln": True}}),
