@@ -28,7 +28,15 @@ from engine.text import tokenizer_limits, tokenizer_ranks
 from engine.text.channels import CHANNEL_MARKS, TURN
 from engine.text.detokenizer import Detokenizer, data_of
 from engine.text.thinking import Thoughts
-from engine.text.tokenizer_files import any_of, byte_level, complete, named_tokens, read_config, read_file
+from engine.text.tokenizer_files import (
+    any_of,
+    byte_level,
+    class_defaults,
+    complete,
+    named_tokens,
+    read_config,
+    read_file,
+)
 from engine.text.tokenizer_json import LibraryEncoder
 from engine.text.tokenizer_model import SentencePieceEncoder
 from engine.text.tool_calls import CALL_MARKS
@@ -83,7 +91,8 @@ class Tokenizer:
 
         tokenizer.json defines how text becomes ids, including the post-processor: `tokenizer_class` and, as in
         transformers 5, `add_bos_token` and `add_eos_token` of tokenizer_config.json have no effect; but tokens that
-        tokenizer_config.json or added_tokens.json lists and it lacks are added. The older files define less;
+        tokenizer_config.json or added_tokens.json lists and it lacks are added, and the class gives the named tokens
+        that no file gives. The older files define less;
         tokenizer_config.json and added_tokens.json complete them.
 
         Raises:
@@ -102,7 +111,8 @@ class Tokenizer:
             if path.name == "tokenizer.json":
                 data = read_file(path)
                 guard = tokenizer_limits.guard(tokenizer_limits.parse(data), str(path))
-                library, names = tokenizers.Tokenizer.from_buffer(data), named_tokens(config)
+                library = tokenizers.Tokenizer.from_buffer(data)
+                names = named_tokens(config, **class_defaults(folder, config, library))
                 complete(library, folder, config, names)
             elif path.name in tokenizer_ranks.FILES:
                 library, names, guard, vocab = tokenizer_ranks.ranked(path, config)

@@ -29,6 +29,39 @@ SPLITS = {
 }
 COMPOSED = {"GPTNeoXTokenizer", "Qwen2Tokenizer", "Qwen3_5Tokenizer"}  # these compose characters first (NFC)
 GENERAL = {"PreTrainedTokenizer", "TokenizersBackend"}  # classes that do not say it
+_LLAMA = {"bos_token": "<s>", "eos_token": "</s>", "unk_token": "<unk>"}
+_GPT2 = dict.fromkeys(("bos_token", "eos_token", "unk_token"), "<|endoftext|>")
+_QWEN = dict.fromkeys(("eos_token", "unk_token", "pad_token"), "<|endoftext|>")
+_GEMMA = {f"{name}_token": f"<{name}>" for name in ("bos", "eos", "unk", "pad", "mask")}
+_COHERE = {f"{name}_token": f"<{name.upper()}>" for name in ("unk", "pad", "cls", "sep")}
+_COHERE |= {"bos_token": "<BOS_TOKEN>", "eos_token": "<|END_OF_TURN_TOKEN|>", "mask_token": "<MASK_TOKEN>"}
+# The named tokens of transformers' classes, for names that no file has.
+DEFAULTS = {
+    "LlamaTokenizer": _LLAMA,
+    "CodeLlamaTokenizer": _LLAMA,
+    "GPT2Tokenizer": _GPT2,
+    "CodeGenTokenizer": _GPT2,
+    "GPTNeoXTokenizer": _GPT2 | {"pad_token": "<|padding|>"},
+    "Qwen2Tokenizer": _QWEN,
+    "Qwen3_5Tokenizer": _QWEN,
+    "GemmaTokenizer": _GEMMA,
+    "CohereTokenizer": _COHERE,
+}
+# The class that transformers takes for a `model_type`, a pattern here, if no file names one ...
+USUAL = {
+    r"qwen3_5.*": "Qwen3_5Tokenizer",
+    r"qwen.*": "Qwen2Tokenizer",
+    r"codegen|dbrx|gpt2|gpt_neo|gptj|jais2|opt|phi|starcoder2": "GPT2Tokenizer",
+    r"falcon_mamba|gpt_neox|mamba2?|mpt|olmo|olmoe": "GPTNeoXTokenizer",
+    r"gemma[23]?|gemma3_text|gemma3n(_text)?": "GemmaTokenizer",
+    r"aya_vision|cohere2?": "CohereTokenizer",
+}
+# ... and those for which it takes the general class, whatever a file names.
+UNCLASSED = (
+    r"ernie4_5(_moe)?|flex_olmo|glm4?|glm4_moe(_lite)?|gpt_bigcode|granite|granitemoe(hybrid|shared)?|hyperclovax|"
+    r"internlm[23]|iquestcoder|jamba|kimi_linear|llava(_next)?|minicpm3|minimax_m2|ministral3?|mistral3?|mixtral|"
+    r"modernbert-decoder|nemotron|olmo[23]|olmo_hybrid|persimmon|phi3|phimoe|pixtral|stablelm"
+)
 
 
 def read_json(path: Path, limit: int = MAX_CONFIG_BYTES) -> dict[str, Any]:
@@ -68,9 +101,21 @@ def read_config(folder: Path) -> dict[str, Any]:
 
 
 def named_tokens(config: dict[str, Any], **defaults: str) -> dict[str, str]:
-    """Named special tokens, `{"bos_token": "<s>", ...}`; `defaults` are for names that the configuration leaves out."""
+    """Named special tokens, `{"bos_token": "<s>", ...}`; `defaults` are for names that the configuration leaves out,
+    not for those that it sets to null."""
     named = {name: _content(value) for name, value in {**defaults, **config}.items() if name.endswith("_token")}
     return {name: content for name, content in named.items() if content}
+
+
+def class_defaults(folder: Path, config: dict[str, Any], library: tokenizers.Tokenizer) -> dict[str, str]:
+    """The named tokens of the class that transformers takes for a tokenizer.json, for names that no file has."""
+    kind, model = _class(folder, config)
+    levels = library.pre_tokenizer, library.decoder
+    if re.fullmatch(UNCLASSED, str(model.get("model_type"))) or (
+        kind == "LlamaTokenizer" and "ByteLevel(" in repr(levels)
+    ):
+        return {}
+    return DEFAULTS.get(kind, {})
 
 
 def flag(config: dict[str, Any], name: str, default: bool) -> bool:
@@ -173,9 +218,8 @@ def byte_level(folder: Path, config: dict[str, Any]) -> tuple[tokenizers.Tokeniz
     Raises:
         CheckpointError: a file is absent or malformed; the message names the line. The class is not supported.
     """
-    kind = _class(folder, config)
-    begins = () if SPLITS[kind] else ("bos_token",)
-    names = named_tokens(config, **dict.fromkeys((*begins, "eos_token", "unk_token"), "<|endoftext|>"))
+    kind = _split_class(folder, config)
+    names = named_tokens(config, **DEFAULTS[kind])
     vocab = _read_vocab(folder / "vocab.json")
     merges = _read_merges(folder / "merges.txt", vocab)
     added = add_tokens(folder, vocab, config, names)
@@ -228,21 +272,30 @@ def assembled(
     return library
 
 
-def _class(folder: Path, config: dict[str, Any]) -> str:
-    """The class of `SPLITS` that transformers takes for vocab.json and merges.txt: by `model_type` for Qwen 2 and 3.5,
-    whose `tokenizer_class` it does not read; if no file names a class, also by `model_type`.
+def _class(folder: Path, config: dict[str, Any]) -> tuple[str, dict[str, Any]]:
+    """Return the class of the tokenizer in transformers, without "Fast", and config.json: by `model_type` for Qwen 2
+    and 3.5, whose `tokenizer_class` it does not read; if no file names a class, also by `model_type`, "" if unknown."""
+    model = read_json(folder / "config.json")
+    kind = str(model.get("model_type"))
+    named = config.get("tokenizer_class") or model.get("tokenizer_class")
+    if kind == "qwen2" or kind.startswith("qwen3_5") or not named or not isinstance(named, str):
+        return _usual(kind), model
+    return named.removesuffix("Fast"), model
+
+
+def _usual(kind: str) -> str:
+    """The class that transformers takes for a `model_type`; "" if it has none for it."""
+    return next((name for types, name in USUAL.items() if re.fullmatch(types, kind)), "")
+
+
+def _split_class(folder: Path, config: dict[str, Any]) -> str:
+    """The class of `SPLITS` that transformers takes for vocab.json and merges.txt.
 
     Raises:
         CheckpointError: another class, which may split texts in another way.
     """
-    model = read_json(folder / "config.json")
-    kind = str(model.get("model_type"))
-    if kind == "qwen2" or kind.startswith("qwen3_5"):
-        return "Qwen2Tokenizer" if kind == "qwen2" else "Qwen3_5Tokenizer"
-    usual = "Qwen2Tokenizer" if kind.startswith("qwen") else "GPTNeoXTokenizer" if kind == "gpt_neox" else ""
-    named = config.get("tokenizer_class") or model.get("tokenizer_class")
-    name = named.removesuffix("Fast") if isinstance(named, str) else ""
-    name = (usual or "GPT2Tokenizer") if not name or name in GENERAL else name
+    name, model = _class(folder, config)
+    name = (_usual(str(model.get("model_type"))) or "GPT2Tokenizer") if not name or name in GENERAL else name
     if name not in SPLITS:
         what = f"tokenizer_class: vocab.json and merges.txt do not say how {name[:80]!r} splits texts"
         raise CheckpointError(what, where=str(folder), remedy="get the checkpoint's tokenizer.json")

@@ -463,6 +463,41 @@ def test_named_tokens(tmp_path):
     assert library("prepend").token_to_id("▁th") in tokenizer.special_ids
 
 
+LLAMA_NAMES = {"bos_token": "<s>", "eos_token": "</s>", "unk_token": "<unk>"}
+
+
+@pytest.mark.parametrize(
+    ("kind", "model", "config", "expected"),
+    [
+        ("LlamaTokenizer", "llama", {}, LLAMA_NAMES),
+        (
+            "LlamaTokenizerFast",
+            None,
+            {"eos_token": None, "bos_token": "</s>"},
+            {"bos_token": "</s>", "unk_token": "<unk>"},
+        ),
+        ("LlamaTokenizer", "mistral", {}, {}),
+        ("PreTrainedTokenizerFast", "gpt2", {}, {}),
+        ("GPT2Tokenizer", "llama", {"unk_token": "<unk>"}, {"unk_token": "<unk>"}),
+        (None, "gemma2", {}, {"unk_token": "<unk>"}),
+        (None, "llama", {}, {}),
+    ],
+)
+def test_names_that_no_file_has(tmp_path, kind, model, config, expected):
+    """Equal to the special_tokens_map of transformers 5.24, without tokens that the vocabulary lacks."""
+    (tmp_path / "tokenizer.json").write_bytes((GOLDEN / "prepend" / "tokenizer.json").read_bytes())
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps(config | {"tokenizer_class": kind}))
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": model}))
+    assert Tokenizer.load(tmp_path).special_tokens == expected
+
+
+def test_a_byte_level_tokenizer_is_not_the_class_of_llama(tmp_path):
+    (tmp_path / "tokenizer.json").write_bytes((GOLDEN / "qwen" / "tokenizer.json").read_bytes())
+    for kind, expected in (("LlamaTokenizer", set()), ("Qwen2Tokenizer", {"eos_token", "unk_token", "pad_token"})):
+        (tmp_path / "tokenizer_config.json").write_text(json.dumps({"tokenizer_class": kind, "bos_token": None}))
+        assert {*Tokenizer.load(tmp_path).special_tokens} == expected
+
+
 def test_text_that_is_not_utf8():
     for encode in (ours("prepend").encode, lambda text: ours("prepend").encode_rendered([(text, True)])):
         with pytest.raises(UsageError, match=r"U\+D800 at character 1"):
