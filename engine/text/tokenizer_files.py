@@ -108,14 +108,16 @@ def named_tokens(config: dict[str, Any], **defaults: str) -> dict[str, str]:
 
 
 def class_defaults(folder: Path, config: dict[str, Any], library: tokenizers.Tokenizer) -> dict[str, str]:
-    """The named tokens of the class that transformers takes for a tokenizer.json, for names that no file has."""
+    """The named tokens of a tokenizer.json for names that no other file has: of its padding, and of the class that
+    transformers takes for it."""
     kind, model = _class(folder, config)
+    padding = {"pad_token": library.padding["pad_token"]} if library.padding else {}
     levels = library.pre_tokenizer, library.decoder
     if re.fullmatch(UNCLASSED, str(model.get("model_type"))) or (
         kind == "LlamaTokenizer" and "ByteLevel(" in repr(levels)
     ):
-        return {}
-    return DEFAULTS.get(kind, {})
+        return padding
+    return padding | DEFAULTS.get(kind, {})
 
 
 def flag(config: dict[str, Any], name: str, default: bool) -> bool:

@@ -498,6 +498,25 @@ def test_a_byte_level_tokenizer_is_not_the_class_of_llama(tmp_path):
         assert {*Tokenizer.load(tmp_path).special_tokens} == expected
 
 
+def test_the_token_of_padding_is_named_and_special(tmp_path):
+    spec = json.loads((GOLDEN / "qwen" / "tokenizer.json").read_text())
+    token = spec["added_tokens"][0]
+    token["special"] = False
+    spec["padding"] = {
+        "strategy": "BatchLongest",
+        "direction": "Left",
+        "pad_to_multiple_of": None,
+        "pad_id": token["id"],
+    }
+    spec["padding"] |= {"pad_type_id": 0, "pad_token": token["content"]}
+    (tmp_path / "tokenizer.json").write_text(json.dumps(spec))
+    tokenizer = Tokenizer.load(tmp_path)
+    assert tokenizer.special_tokens == {"pad_token": token["content"]} and tokenizer.decode([token["id"]]) == ""
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps({"pad_token": None}))
+    tokenizer = Tokenizer.load(tmp_path)
+    assert tokenizer.special_tokens == {} and tokenizer.decode([token["id"]]) == token["content"]
+
+
 def test_text_that_is_not_utf8():
     for encode in (ours("prepend").encode, lambda text: ours("prepend").encode_rendered([(text, True)])):
         with pytest.raises(UsageError, match=r"U\+D800 at character 1"):
