@@ -101,9 +101,10 @@ def read_config(folder: Path) -> dict[str, Any]:
 
 
 def named_tokens(config: dict[str, Any], **defaults: str) -> dict[str, str]:
-    """Named special tokens, `{"bos_token": "<s>", ...}`; `defaults` are for names that the configuration leaves out,
-    not for those that it sets to null."""
+    """Named special tokens, `{"bos_token": "<s>", ...}`, also those of an object `extra_special_tokens`; `defaults` are
+    for names that the configuration leaves out, not for those that it sets to null."""
     named = {name: _content(value) for name, value in {**defaults, **config}.items() if name.endswith("_token")}
+    named |= {name: _content(value) for name, value in _dict(_extra(config)).items()}
     return {name: content for name, content in named.items() if content}
 
 
@@ -140,8 +141,6 @@ def add_flags(
             token.special = token.special or special
     named = [value for value in config.values() if isinstance(value, dict) and value.get("content") in names.values()]
     flags = {value["content"]: {"normalized": False, **_flags(value)} for value in named}
-    if isinstance(extra := _extra(config), dict):
-        names = {**names, **named_tokens({f"{name}_token": value for name, value in extra.items()})}
     for content in names.values():
         if content in added:
             added[content].special = True

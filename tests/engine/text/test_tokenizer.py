@@ -459,6 +459,11 @@ def test_named_tokens(tmp_path):
     assert tokenizer.special_tokens == {"bos_token": "<s>", "eos_token": "</s>"}
     tokenizer = load({"bos_token": "<s>", "added_tokens_decoder": {}}, {"bos_token": "</s>", "eos_token": "</s>"})
     assert (tokenizer.bos_token_id, tokenizer.eos_token_id) == (1, None)
+    tokenizer = load(
+        {"eos_token": "</s>", "extra_special_tokens": {"image_token": {"content": "<s>"}, "eos": "▁th"}}, {}
+    )
+    assert tokenizer.special_tokens == {"eos_token": "</s>", "image_token": "<s>", "eos": "▁th"}
+    assert tokenizer.decode(tokenizer.encode_rendered([("▁th", True)])) == ""
     tokenizer = load({"extra_special_tokens": ["▁th"]}, {})
     assert library("prepend").token_to_id("▁th") in tokenizer.special_ids
 
