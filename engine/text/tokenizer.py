@@ -113,7 +113,7 @@ class Tokenizer:
                 guard = tokenizer_limits.guard(tokenizer_limits.parse(data), str(path))
                 library = tokenizers.Tokenizer.from_buffer(data)
                 names = named_tokens(config, **class_defaults(folder, config, library))
-                complete(library, folder, config, names)
+                complete(library, folder, config, names, guard.probe if guard else list)
             elif path.name in tokenizer_ranks.FILES:
                 library, names, guard, vocab = tokenizer_ranks.ranked(path, config)
             else:

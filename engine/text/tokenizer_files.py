@@ -3,7 +3,7 @@
 import functools
 import json
 import re
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from itertools import takewhile
 from pathlib import Path
 from typing import Any
@@ -176,9 +176,16 @@ def add_tokens(
     return add_flags(added, vocab, config, names)
 
 
-def complete(library: tokenizers.Tokenizer, folder: Path, config: dict[str, Any], names: dict[str, str]) -> None:
+def complete(
+    library: tokenizers.Tokenizer,
+    folder: Path,
+    config: dict[str, Any],
+    names: dict[str, str],
+    probe: Callable[[Iterable[str]], None],
+) -> None:
     """Add the tokens that other files list to the tokenizer of a tokenizer.json that lacks them, as transformers does:
-    those of added_tokens_decoder or, if tokenizer_config.json has none, of added_tokens.json.
+    those of added_tokens_decoder or, if tokenizer_config.json has none, of added_tokens.json. `probe` tries spellings
+    before the library normalizes them.
 
     Raises:
         CheckpointError: an entry is malformed, or the library would give a new token another id than the file.
@@ -187,12 +194,14 @@ def complete(library: tokenizers.Tokenizer, folder: Path, config: dict[str, Any]
     ids = {} if "added_tokens_decoder" in config else read_json(folder / "added_tokens.json")
     extra = _listed_extra(config)
     own = {token.content for token in library.get_added_tokens_decoder().values()}
+    special = {*names.values(), *(extra & ids.keys())}
+    probe(ids.keys() - own - special)
     for content, i, file in sorted(_listed(folder, ids, flags), key=lambda entry: entry[1]):
         if content in own:
             continue
         known = library.token_to_id(content)
-        special = content in names.values() or (content in ids and content in extra)
-        library.add_tokens([AddedToken(content, normalized=not special, special=special)])  # other flags follow
+        normalized = content in ids and content not in special  # the flags of added_tokens_decoder follow
+        library.add_tokens([AddedToken(content, normalized=normalized, special=content in special)])
         if known is None and (got := library.token_to_id(content)) != i:
             what = f"vocabulary mismatch: tokenizer.json lacks the token {content!r}, whose id would be {got}, not {i}"
             raise CheckpointError(what, where=str(file), remedy="get the tokenizer.json that was saved with this file")

@@ -62,7 +62,7 @@ class LibraryEncoder:
             self.pieces[i] = piece
         check_output(library, self.pieces)
         self._normalizer = library.normalizer
-        self._add_tokens(library, config, names)
+        self._add_tokens(library, config, names, guard)
         special = [content for content, token in self.raw.items() if token.special]
         self._bare = ""
         normalizer = state_of(library.normalizer) or {}
@@ -89,11 +89,15 @@ class LibraryEncoder:
         if any(not 0 <= i < size for i in self.encode([""], True)):
             raise CheckpointError("vocabulary mismatch: the post-processor adds an id that the vocabulary lacks")
 
-    def _add_tokens(self, library: tokenizers.Tokenizer, config: dict[str, Any], names: dict[str, str]) -> None:
+    def _add_tokens(
+        self, library: tokenizers.Tokenizer, config: dict[str, Any], names: dict[str, str], guard: EncodingGuard | None
+    ) -> None:
         """Add the tokens of the configuration; `raw` are those that the library matches before normalisation."""
         vocab = self.vocab
         own = {token.content: token for token in library.get_added_tokens_decoder().values()}
         added = add_flags(own, vocab, config, names)
+        if guard:
+            guard.probe(content for content, token in added.items() if token.normalized)
         for content, token in added.items():
             # From tokenizers 0.23 on, the library decodes a token that it matches in normalised text as that spelling.
             self.pieces[vocab[content]] = library.id_to_token(vocab[content]) if token.normalized else content

@@ -118,11 +118,16 @@ class EncodingGuard:
         self.where = where
         self._parts = {"normalizer": normalizer, "pre_tokenizer": pre_tokenizer}
         self._tokens: list[list[Any]] = []
+        self._probed: frozenset[str] | None = None
 
     def probe(self, contents: Iterable[str]) -> None:
         """Try the spellings of tokens that are normalized when they are added, and texts for which bad patterns often
-        take long. Raises CheckpointError."""
-        self._tokens = [[content, False, False, False, True, False] for content in contents]
+        take long, unless these were tried with the same spellings or more. Raises CheckpointError."""
+        spellings = frozenset(contents)
+        if self._probed is not None and spellings <= self._probed:
+            return
+        self._probed = spellings
+        self._tokens = [[content, False, False, False, True, False] for content in sorted(spellings)]
         chars = {*" aA0.\n", *"".join(_strings(self._parts))}
         self._ask([char * PUMP + "\x01" for char in sorted(chars)[:256]])
 

@@ -252,6 +252,22 @@ def test_tokens_that_are_not_normalized_are_tried_as_they_are(tmp_path: Path):
     assert tokenizer.encode("ab\n\nc") == [28, 27, 2]
 
 
+@pytest.mark.parametrize("file", ["added_tokens_decoder", "flags", "added_tokens.json"])
+def test_tokens_of_other_files_are_tried_before_they_are_normalized(tmp_path: Path, file: str):
+    """The library normalizes such a spelling as soon as it is added: cubic time for this pattern."""
+    spelling = "a" * 1500 + "c"
+    added = [ADDED | {"id": 27, "content": spelling, "normalized": False}] if file == "flags" else []
+    folder(tmp_path, normalizer=replace("a*a*$", "", "Regex"), added_tokens=added)
+    entry = {"27": {"content": spelling, "normalized": True, "special": False}}
+    config = {} if file == "added_tokens.json" else {"added_tokens_decoder": entry}
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps(config))
+    (tmp_path / "added_tokens.json").write_text(json.dumps({} if config else {spelling: 27}))
+    before = time.process_time()
+    with pytest.raises(CheckpointError, match="takes more than"):
+        Tokenizer.load(tmp_path)
+    assert time.process_time() - before < 0.5
+
+
 def test_a_section_that_is_bad_by_itself(tmp_path: Path):
     """The library parts a text at added tokens before its patterns see it: so does the trial."""
     harmless = r"[\s\S]*MARK[\s\S]*|((ab)+)+$"
