@@ -181,7 +181,7 @@ def complete(
     folder: Path,
     config: dict[str, Any],
     names: dict[str, str],
-    probe: Callable[[Iterable[str]], None],
+    probe: Callable[[Iterable[str]], object],
 ) -> None:
     """Add the tokens that other files list to the tokenizer of a tokenizer.json that lacks them, as transformers does:
     those of added_tokens_decoder or, if tokenizer_config.json has none, of added_tokens.json. `probe` tries spellings
