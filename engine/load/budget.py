@@ -184,7 +184,7 @@ def plan(options: LoadOptions, workload: Workload, runtime: int | None = None) -
         shapes.append(size.shape)
     if drafts and options.drafts in ("suffix", "auto"):
         lines["suffix store, when full"] = full_store_bytes()
-    longest = shapes[0].max_positions if options.context is None else options.context
+    longest = (shapes[0].max_positions or 0) if options.context is None else options.context
     token *= shares_of(shapes)
     return MemoryPlan(lines, token, least_stores(shapes), experts, rows, row, start, beside, longest)
 
