@@ -92,8 +92,7 @@ class Tokenizer:
         tokenizer.json defines how text becomes ids, including the post-processor: `tokenizer_class` and, as in
         transformers 5, `add_bos_token` and `add_eos_token` of tokenizer_config.json have no effect; but tokens that
         tokenizer_config.json or added_tokens.json lists and it lacks are added, and the class gives the named tokens
-        that no file gives. The older files define less;
-        tokenizer_config.json and added_tokens.json complete them.
+        that no file gives. The older files define less; tokenizer_config.json and added_tokens.json complete them.
 
         Raises:
             CheckpointError: no supported file, or one is malformed.
