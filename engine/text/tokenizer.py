@@ -53,7 +53,7 @@ class Tokenizer:
 
     Attributes:
         size: largest id + 1; ids of a model's padded vocabulary from there on have no meaning.
-        bos_token_id, eos_token_id: from tokenizer_config.json and special_tokens_map.json.
+        bos_token_id, eos_token_id: of the tokens that its files name or, if none does, its class.
         special_ids: ids without text: of special tokens, but not of the tags around a thought.
         skipped_ids: special ids that `decode` skips: all except the marks of tool calls and of channels.
         special_tokens: `{"bos_token": "<s>", ...}`, for chat templates.
