@@ -108,6 +108,15 @@ class DeltaPaths:
     and the rows of its ancestors in the block, so its result depends only on its sequence, and sequences share what
     they have in common. The token that ends a block writes the state of its sequence. Reads and writes are in the order
     of the tokens: a state may overwrite the one from which it is computed.
+
+    With blocks of 4 tokens and 2 taps: the trunk t0 .. t5 has rows 10 .. 15 and, after t3, state 7. A pass evaluates a
+    and b below t5, and c below a; a later one d below c, which reads the row of c for the convolution only::
+
+        token  position  rows_T  paths_TN      lengths_T  bases_T  folds_T
+        a      6         16      [15, 14,  0]  2          7        0
+        c      7         17      [-1, 15, 14]  3          7        8        (a is token 0 of this pass; c ends a block)
+        b      6         18      [15, 14,  0]  2          7        0
+        d      8         19      [17,  0,  0]  0          8        0
     """
 
     rows_T: Tensor  # int64, the row that keeps each token; TRASH_SLOT: none does
