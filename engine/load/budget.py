@@ -239,8 +239,8 @@ def allow(options: LoadOptions) -> MemoryLimits:
             remedy="leave out --kv-memory, or lower it",
         )
     spare = memory - planned.total(least)
-    more = planned.more_rows(spare // ROWS_PART) * planned.row
-    cache = left - spare // 2 if experts is not None else planned.left(memory - more)
+    taken = spare // 2 if experts is not None else planned.more_rows(spare // ROWS_PART) * planned.row
+    cache = planned.left(memory - taken)
     cache = kv_memory if kv_memory is not None else min(cache, MAX_TOKENS * planned.token)
     if experts is not None:
         return MemoryLimits(cache, min(experts.least + left - cache, experts.every), rows=planned.most_rows(0))

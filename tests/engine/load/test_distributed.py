@@ -57,7 +57,6 @@ VARIANTS = (
     "granite/hybrid",
     "hunyuan/plain",
     "lfm3/plain",
-    "laguna/elements",
     "llama/gqa",
     "mistral/ministral3",
     "phi/qk_layernorm",
